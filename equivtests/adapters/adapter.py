@@ -1,0 +1,133 @@
+"""The adapter contract. It knows numpy arrays, no torch.
+
+An adapter class is made without arguments, once per run and rank. The suite sets `strategy`, then calls `setup`,
+`run` (which by default loops over `update`) and, for the restore chapter, `save` or `load`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from equivtests.cases.case import Case, Semantics
+from equivtests.cases.windows import Feed, Window
+from equivtests.record.observation import Observe
+
+if TYPE_CHECKING:
+    from equivtests.ranks.context import Ranks
+
+ALL_FAMILIES = frozenset({"chain", "linear", "mlp", "gpt"})
+PLAIN_FEATURES = frozenset({"bias", "frozen", "qk_norm", "shared_kv", "tied", "transposed"})
+ALL_OPTIMIZERS = frozenset({"sgd", "momentum", "adam", "adamw"})
+MANDATORY = frozenset({"inputs", "loss", "gradient", "weight"})
+
+
+@dataclass(frozen=True)
+class KnownDivergence:
+    """A declared deviation. `case` is matched against case names (a shell pattern), `quantity` is the one that fails."""
+
+    case: str
+    quantity: str
+    reason: str
+    link: str
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What an adapter promises of one strategy. Closed by default: only what is listed is run.
+
+    precisions: labels such as "float32", "float64", "float32/bfloat16/float32" (`Precision.label`).
+    denominators: the values of `Semantics.denominator` that a case may ask for.
+    semantics: the contract that the framework follows instead of the default, where it documents another.
+    ragged: ranks may have unequal numbers of micro-batches.
+    replicates: layouts with `replicate` > 1 are possible. shards: what is cut over the ranks: weights, gradients, state.
+    arithmetic: "torch" if weights are updated by torch's for-loop or foreach optimizers (judged bitwise), else "own".
+    observes: kinds that every run shows. algorithm: row of `reference.ledger` that the collectives follow, or None.
+    """
+
+    name: str
+    worlds: frozenset[int] = frozenset({1, 2, 3, 4})
+    families: frozenset[str] = ALL_FAMILIES
+    features: frozenset[str] = PLAIN_FEATURES
+    optimizers: frozenset[str] = ALL_OPTIMIZERS
+    precisions: frozenset[str] = frozenset({"float32", "float64"})
+    denominators: frozenset[str] = frozenset({"window"})
+    semantics: Semantics | None = None
+    loss_scale: bool = False
+    ragged: bool = True
+    replicates: bool = False
+    restores: bool = False
+    shards: frozenset[str] = frozenset()
+    arithmetic: Literal["torch", "own"] = "torch"
+    observes: frozenset[str] = MANDATORY
+    algorithm: str | None = None
+    known: tuple[KnownDivergence, ...] = ()
+
+    def refusal(self, case: Case) -> str | None:
+        """Why this strategy does not claim the case, or None if it does."""
+        model, precision = case.model, case.precision
+        extra = sorted(set(model.features) - self.features)
+        reasons = (
+            (case.layout.world not in self.worlds, f"world size {case.layout.world}"),
+            (model.family not in self.families, f"model {model.family}"),
+            (bool(extra), f"feature {', '.join(extra)}"),
+            (case.optimizer.name not in self.optimizers, f"optimizer {case.optimizer.name}"),
+            (precision.label not in self.precisions, f"precision {precision.label}"),
+            (precision.loss_scale is not None and not self.loss_scale, "loss scaling"),
+            (case.semantics.denominator not in self.denominators, f"denominator {case.semantics.denominator}"),
+            (case.layout.replicate > 1 and not self.replicates, "replicated shards"),
+            (not self.ragged and is_ragged(case), "unequal numbers of micro-batches per rank"),
+        )
+        return next((reason for applies, reason in reasons if applies), None)
+
+    def contract(self, case: Case) -> Semantics:
+        """The semantics that a run of this strategy is judged by."""
+        return self.semantics or case.semantics
+
+
+def is_ragged(case: Case) -> bool:
+    """Whether some window gives ranks unequal numbers of micro-batches."""
+    return any(len({len(rank) for rank in window}) > 1 for window in case.windows)
+
+
+@dataclass(frozen=True)
+class Claims:
+    """Strategies of an adapter. isolation "case": fresh processes for every run (process-wide singletons)."""
+
+    strategies: tuple[Strategy, ...]
+    isolation: Literal["pool", "case"] = "pool"
+    framework: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+
+class Adapter:
+    """Base of all adapters. Override `claims`, `setup` and either `update` or `run`; `save` and `load` to be restored."""
+
+    strategy: str = ""
+    feed: Feed
+
+    def claims(self) -> Claims:
+        """What this adapter supports. Called in the main process too, so it must not need ranks."""
+        raise TypeError(f"{type(self).__name__}.claims() is not written: return Claims((Strategy(...),))")
+
+    def setup(self, case: Case, ranks: Ranks) -> None:
+        """Build or translate the model from the canonical weights (`cases.parameters.initial`)."""
+        raise TypeError(f"{type(self).__name__}.setup() is not written: build the model and the optimizer there")
+
+    def update(self, window: Window, observe: Observe) -> None:
+        """Make one optimizer update from this rank's micro-batches and show what it was made of."""
+        raise TypeError(f"{type(self).__name__}.update() is not written: override update() or run()")
+
+    def run(self, feed: Feed, observe: Observe) -> None:
+        """Train until the feed ends. Show weights entering the first update here, too."""
+        for window in feed:
+            self.update(window, observe)
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint, the framework's own way. All ranks call it with the same directory."""
+        raise TypeError(f"{type(self).__name__}.save() is not written, yet the strategy claims restores=True")
+
+    def load(self, directory: Path) -> None:
+        """Continue from a checkpoint, after `setup`, in fresh ranks; `self.feed` must be moved to its position."""
+        raise TypeError(f"{type(self).__name__}.load() is not written, yet the strategy claims restores=True")

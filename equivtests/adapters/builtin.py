@@ -1,0 +1,17 @@
+"""The adapters that come with the suite. A new one is one line."""
+
+from __future__ import annotations
+
+TEXTBOOK = (
+    "equivtests.adapters.textbook.dp:DataParallel",
+    "equivtests.adapters.textbook.zero:Zero1",
+    "equivtests.adapters.textbook.zero:Zero2",
+    "equivtests.adapters.textbook.zero:Zero3",
+)
+NATIVE = (
+    "equivtests.adapters.native.ddp:DDP",
+    "equivtests.adapters.native.ddp:ZeroRedundancy",
+    "equivtests.adapters.native.fsdp1:FSDP1",
+    "equivtests.adapters.native.fsdp2:FSDP2",
+)
+BUILTIN = TEXTBOOK + NATIVE

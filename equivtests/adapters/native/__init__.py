@@ -1,0 +1,1 @@
+"""Torch's own data parallelism, driven as its users drive it."""

@@ -1,0 +1,1 @@
+"""Cases as plain data: what is trained, on which numbers, under which contract."""

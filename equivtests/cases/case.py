@@ -1,0 +1,341 @@
+"""The case: one complete training situation as plain, frozen data with a strict and stable JSON form.
+
+A window is written as nested tuples of valid-token counts, `windows[update][rank][microbatch][row]`, so that
+unequal token counts, empty micro-batches, ranks without rows and short last windows are all visible in the data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from equivtests.errors import CaseError
+
+SCHEMA = 1
+MAX_SAMPLES = 169  # what two tokens of the smallest vocabulary, and eight bits, can both number
+
+FEATURES: dict[str, tuple[str, ...]] = {
+    "bias": ("linear", "mlp", "gpt"),
+    "conditional": ("mlp", "gpt"),
+    "dropout": ("mlp", "gpt"),
+    "extra_head": ("gpt",),
+    "frozen": ("mlp", "gpt"),
+    "pairs": ("mlp",),
+    "qk_norm": ("gpt",),
+    "running": ("mlp",),
+    "shared_kv": ("gpt",),
+    "tied": ("gpt",),
+    "transposed": ("linear", "mlp"),
+    "unused": ("linear", "mlp", "gpt"),
+    "z_loss": ("gpt",),
+}
+"""Switches that bugs hide behind, and the model families that have them."""
+
+FEATURE_MEANING = {
+    "bias": "biases beside the weights (never on attention keys: that gradient is analytically zero)",
+    "conditional": "a branch that only the first micro-batch of each rank uses",
+    "dropout": "dropout with decisions keyed by (draw, sample id), the draw being the number of updates made",
+    "extra_head": "a second prediction head with its own loss term",
+    "frozen": "the first weight takes no gradient",
+    "pairs": "a loss over pairs of samples that lie on different ranks",
+    "qk_norm": "norms on queries and keys",
+    "running": "a buffer with the running mean of the hidden activations",
+    "shared_kv": "one key/value head for all query heads",
+    "tied": "output head and embedding are one parameter",
+    "transposed": "the first weight is stored transposed (not contiguous)",
+    "unused": "a parameter that no forward pass touches: its gradient is absent, which is not zero",
+    "z_loss": "an auxiliary loss on the log-partition, averaged over rows",
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A tiny model. `inputs`, `outputs`: features of linear and mlp; `depth`: layers, or factors of a chain."""
+
+    family: Literal["chain", "linear", "mlp", "gpt"]
+    width: int = 8
+    depth: int = 2
+    inputs: int = 5
+    outputs: int = 3
+    vocabulary: int = 13
+    length: int = 8
+    features: tuple[str, ...] = ()
+    numbers: Literal["real", "dyadic"] = "real"
+
+    def has(self, feature: str) -> bool:
+        return feature in self.features
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """`schedule` holds the factor on `lr` of each update made (its last entry repeats).
+
+    `clip` is the largest allowed norm of the whole model's gradient (None: no clipping), `clip_norm` its order.
+    """
+
+    name: Literal["sgd", "momentum", "adam", "adamw"] = "sgd"
+    lr: float = 0.125
+    momentum: float = 0.0
+    betas: tuple[float, float] = (0.875, 0.96875)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decay_vectors: bool = True
+    schedule: tuple[float, ...] = (1.0,)
+    clip: float | None = None
+    clip_norm: Literal["2", "inf"] = "2"
+
+    def rate(self, step: int) -> float:
+        """Learning rate of the update number `step` (counted from 0, skipped windows not counted)."""
+        return self.lr * self.schedule[min(step, len(self.schedule) - 1)]
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scaling: multiplied by 2 after every `growth_interval` updates that were made."""
+
+    initial: float = 1024.0
+    growth_interval: int = 2
+
+
+@dataclass(frozen=True)
+class Precision:
+    """`weights`: dtype of parameters and optimizer state; `compute`: of forward and backward; `reduce`: on the wire."""
+
+    weights: Literal["float32", "float64"] = "float32"
+    compute: Literal["float32", "float64", "bfloat16"] = "float32"
+    reduce: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
+    loss_scale: LossScale | None = None
+
+    @property
+    def label(self) -> str:
+        parts = (self.weights, self.compute, self.reduce)
+        return self.weights if len(set(parts)) == 1 else "/".join(parts)
+
+
+DOUBLE = Precision("float64", "float64", "float64")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`dp` data-parallel ranks; `replicate` copies of the shards (HSDP mesh: replicate x dp/replicate)."""
+
+    dp: int = 4
+    replicate: int = 1
+
+    @property
+    def world(self) -> int:
+        return self.dp
+
+    @property
+    def shard(self) -> int:
+        """Ranks that one copy of the model is cut over, where the strategy shards."""
+        return self.dp // self.replicate
+
+
+@dataclass(frozen=True)
+class Semantics:
+    """The arithmetic contract of an update; each field is one decision, the defaults are those of one device.
+
+    denominator: what the token losses are divided by before they are added up.
+        window: the valid tokens of the whole window; microbatch: those of one micro-batch over all ranks, then a mean
+        over micro-batches; rank: those of one rank's window, then a mean over ranks; rank-microbatch: those of one
+        micro-batch of one rank, then a mean over micro-batches and ranks; rows: as the last, weighted by rows.
+    auxiliary: the same choice for the auxiliary loss (z_loss, extra_head).
+    reduction: mean: the average over ranks of W times the local part; sum: no division by W; local: none at all.
+    accumulation: all: every micro-batch counts; last: only the newest one (earlier ones overwritten).
+    clip_scope: global: the norm of the whole model; none: not clipped although the case asks for it.
+    decay: declared: decay as the case says; all / none: every / no parameter decays.
+    empty_window: skip: nothing changes; step: the optimizer steps with zero gradients.
+    """
+
+    denominator: Literal["window", "microbatch", "rank", "rank-microbatch", "rows"] = "window"
+    auxiliary: Literal["window", "microbatch", "rank", "rank-microbatch", "rows"] = "window"
+    reduction: Literal["mean", "sum", "local"] = "mean"
+    accumulation: Literal["all", "last"] = "all"
+    clip_scope: Literal["global", "none"] = "global"
+    decay: Literal["declared", "all", "none"] = "declared"
+    empty_window: Literal["skip", "step"] = "skip"
+
+    def describe(self) -> list[str]:
+        """What differs from one device's semantics, as `field = value` lines."""
+        return [
+            f"{f.name} = {getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+
+
+Rows = tuple[int, ...]
+Windows = tuple[tuple[tuple[Rows, ...], ...], ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training situation.
+
+    `accumulation`: the configured number of micro-batches per rank and update; a window may have fewer, or unequal
+    numbers. `magnitude`: a power of two on the loss. `semantics.denominator`: the span that the token total is taken over.
+    """
+
+    name: str
+    model: Model
+    windows: Windows
+    layout: Layout = field(default_factory=Layout)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    precision: Precision = field(default_factory=Precision)
+    accumulation: int = 1
+    magnitude: float = 1.0
+    seed: int = 0
+    semantics: Semantics = field(default_factory=Semantics)
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    @property
+    def updates(self) -> int:
+        return len(self.windows)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the case claims the exact lane (the reference then proves it)."""
+        return self.model.numbers == "dyadic"
+
+    @property
+    def save_after(self) -> int:
+        """Number of windows after which the restore chapter saves: the middle one, never the last."""
+        return max(1, self.updates // 2)
+
+    def tokens(self, update: int) -> int:
+        """Valid tokens of a whole window."""
+        return sum(n for rank in self.windows[update] for micro in rank for n in micro)
+
+    def replace(self, **changes: Any) -> Case:
+        return dataclasses.replace(self, **changes)
+
+
+def validate(case: Case) -> None:
+    """Raise CaseError with the field and the remedy if the case is not one that every component understands."""
+    for rule, message in _rules(case):
+        if not rule:
+            raise CaseError(f"case {case.name!r}: {message}")
+
+
+def _power_of_two(x: float) -> bool:
+    return x > 0 and math.frexp(x)[0] == 0.5
+
+
+def _rules(case: Case) -> list[tuple[bool, str]]:
+    model, layout, counts = case.model, case.layout, _counts(case)
+    misplaced = [f for f in model.features if model.family not in FEATURES.get(f, ())]
+    return [
+        (bool(case.name), "name is empty"),
+        (case.schema == SCHEMA, f"schema is {case.schema}; this version reads {SCHEMA}"),
+        (not misplaced, f"model.features: {model.family} has no {', '.join(map(repr, misplaced))}"),
+        (list(model.features) == sorted(set(model.features)), "model.features must be sorted and unique"),
+        (min(model.width, model.depth, model.length, model.outputs) >= 1, "model sizes must be at least 1"),
+        (model.inputs >= 2, "model.inputs must be at least 2"),
+        (model.family != "gpt" or model.width % 2 == 0, "model.width of gpt must be even (two heads)"),
+        (model.family == "gpt" or model.length >= 8, "model.length must be at least 8 (it carries the sample id)"),
+        (model.family != "gpt" or model.vocabulary >= 13, "model.vocabulary must be at least 13"),
+        (not case.exact or model.family != "gpt", "model.numbers: gpt has no exact arithmetic; use real"),
+        (layout.dp >= 1 and layout.replicate >= 1, "layout degrees must be at least 1"),
+        (layout.dp % layout.replicate == 0, f"layout.replicate {layout.replicate} does not divide dp {layout.dp}"),
+        (bool(case.windows), "windows is empty; give at least one update"),
+        (all(len(w) == layout.dp for w in case.windows), f"every window needs {layout.dp} ranks (layout.dp)"),
+        (all(0 <= n <= model.length for n in counts), f"valid tokens must lie in 0..{model.length} (model.length)"),
+        (len(counts) <= MAX_SAMPLES, f"{len(counts)} samples; a case holds at most {MAX_SAMPLES}"),
+        (case.accumulation >= 1, "accumulation must be at least 1"),
+        (_longest(case) <= case.accumulation, f"a rank has more micro-batches than accumulation {case.accumulation}"),
+        (_power_of_two(case.magnitude), "magnitude must be a power of two"),
+        (case.optimizer.lr > 0, "optimizer.lr must be positive"),
+        (bool(case.optimizer.schedule), "optimizer.schedule is empty; use [1.0]"),
+        (case.optimizer.clip is None or case.optimizer.clip > 0, "optimizer.clip must be positive or null"),
+        (case.seed >= 0, "seed must not be negative"),
+    ]
+
+
+def _counts(case: Case) -> list[int]:
+    return [n for window in case.windows for rank in window for micro in rank for n in micro]
+
+
+def _longest(case: Case) -> int:
+    return max((len(rank) for window in case.windows for rank in window), default=0)
+
+
+# ---------------------------------------------------------------------------------------------- JSON
+
+
+def to_json(value: Any) -> Any:
+    """Plain JSON data of a case or of any of its parts."""
+    return json.loads(json.dumps(dataclasses.asdict(value)))
+
+
+def dumps(case: Case) -> str:
+    """The one text form of a case: sorted keys, two spaces, a newline at the end."""
+    return json.dumps(to_json(case), indent=2, sort_keys=True) + "\n"
+
+
+def loads(text: str, where: str = "case") -> Case:
+    """Read a case strictly. Raises CaseError naming the place for anything unknown, missing or of a wrong type."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CaseError(f"{where}: not JSON: {error}") from None
+    return from_json(Case, data, where)
+
+
+def from_json(kind: Any, data: Any, where: str) -> Any:
+    """Convert JSON data to the annotated type `kind`, strictly. Raises CaseError."""
+    if dataclasses.is_dataclass(kind):
+        return _read_dataclass(typing.cast(type, kind), data, where)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        _demand(any(data == a and type(data) is type(a) for a in arguments), where, f"one of {list(arguments)}", data)
+        return data
+    if origin in (typing.Union, types.UnionType):
+        return None if data is None else from_json(next(a for a in arguments if a is not type(None)), data, where)
+    if origin is tuple:
+        return _read_tuple(arguments, data, where)
+    if kind is float:
+        number = isinstance(data, (int, float)) and not isinstance(data, bool) and math.isfinite(data)
+        _demand(number, where, "a finite number", data)
+        return float(data)
+    _demand(type(data) is kind, where, f"{kind.__name__}", data)
+    return data
+
+
+def _demand(condition: bool, where: str, wanted: str, got: Any) -> None:
+    if not condition:
+        raise CaseError(f"{where}: expected {wanted}, got {json.dumps(got)[:80]}")
+
+
+def _read_tuple(arguments: tuple[Any, ...], data: Any, where: str) -> tuple[Any, ...]:
+    _demand(isinstance(data, list), where, "a list", data)
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        return tuple(from_json(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    _demand(len(data) == len(arguments), where, f"{len(arguments)} items", data)
+    return tuple(from_json(a, item, f"{where}[{i}]") for i, (a, item) in enumerate(zip(arguments, data, strict=True)))
+
+
+def _read_dataclass(kind: type, data: Any, where: str) -> Any:
+    _demand(isinstance(data, dict), where, "an object", data)
+    fields = {f.name: f for f in dataclasses.fields(kind)}
+    unknown = sorted(set(data) - set(fields))
+    if unknown:
+        raise CaseError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(sorted(fields))}")
+    required = {
+        n
+        for n, f in fields.items()
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
+    missing = sorted(required - set(data))
+    if missing:
+        raise CaseError(f"{where}: field {missing[0]!r} is missing")
+    hints = typing.get_type_hints(kind)
+    return kind(**{name: from_json(hints[name], value, f"{where}.{name}") for name, value in data.items()})

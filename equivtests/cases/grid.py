@@ -1,0 +1,164 @@
+"""The grid: the table of cases that every strategy runs, by tier. A new case is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from equivtests.cases.case import DOUBLE, Case, Layout, LossScale, Model, Optimizer, Precision, Semantics, Windows
+
+Tier = Literal["quick", "default", "nightly"]
+TIERS: tuple[Tier, ...] = ("quick", "default", "nightly")
+
+# Valid tokens by [update][rank][micro-batch][row]; four ranks, rows of at most 8 tokens. What each breaks:
+UNEQUAL: Windows = (
+    # different rows and tokens on every rank and micro-batch; a micro-batch without a valid token; a short last window
+    (((8, 3), (1,)), ((5,), (7, 2)), ((0, 0), (4,)), ((6,), (8, 8))),
+    (((2,), (8,)), ((7, 7), (3,)), ((5,), (1,)), ((8,), (6, 4))),
+    (((3, 8),), ((6,),), ((1,),), ((8, 5),)),
+)
+RAGGED: Windows = (
+    # unequal numbers of micro-batches; a rank without rows; a rank without a valid token
+    (((8,), (3, 2), (1,), (7,)), ((5, 5),), (), ((0,), (0, 0))),
+    (((4,),), ((8,), (2,), (6,)), ((3,), (7,)), ((1, 8),)),
+    (((6, 6),), (), ((2,),), ((8,), (5,))),
+)
+EMPTY: Windows = (
+    # a globally empty window between two others
+    (((8,),), ((3,),), ((5,),), ((2,),)),
+    (((0,),), ((0, 0),), ((0,),), ((0,),)),
+    (((1,),), ((7,),), ((6,),), ((4,),)),
+)
+POWERS: Windows = (
+    # token total a power of two, unequal on ranks: the exact lane
+    (((8, 2), (3,)), ((1,), (7, 4)), ((0,), (2,)), ((4,), (1,))),
+)
+ONE_UPDATE: Windows = ((((8, 3),), ((5,),), ((1, 1),), ((6,),)),)
+
+REAL_LINEAR = Model("linear", features=("bias",))
+ODD_MLP = Model("mlp", width=7, depth=3, inputs=5, outputs=3, features=("bias",))
+GPT = Model("gpt", depth=1, features=("bias",))
+SGD = Optimizer("sgd", lr=0.5)
+ADAMW = Optimizer("adamw", lr=2.0**-6, weight_decay=0.125, decay_vectors=False, eps=2.0**-12, schedule=(0.5, 1.0, 0.25))
+
+
+def fold(windows: Windows, ranks: int) -> Windows:
+    """The same rows on fewer ranks: rank r takes what ranks r, r + ranks, … had, as further micro-batches."""
+    return tuple(
+        tuple(tuple(micro for source in window[r::ranks] for micro in source) for r in range(ranks)) for window in windows
+    )
+
+
+def longest(windows: Windows) -> int:
+    return max(len(rank) for window in windows for rank in window)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the grid. `make(world, seed)` builds the case; worlds: the world sizes it is run at."""
+
+    name: str
+    tier: Tier
+    why: str
+    make: Callable[[int, int], Case]
+    worlds: tuple[int, ...] = (4,)
+
+
+def case(
+    name: str,
+    model: Model,
+    windows: Windows,
+    optimizer: Optimizer = SGD,
+    precision: Precision = Precision(),
+    replicate: int = 1,
+    magnitude: float = 1.0,
+    semantics: Semantics = Semantics(),
+) -> Callable[[int, int], Case]:
+    """A maker of the case for any world size that `replicate` divides."""
+
+    def make(world: int, seed: int) -> Case:
+        folded = fold(windows, world)
+        return Case(
+            f"{name}-w{world}" + (f"-s{seed}" if seed else ""), model, folded, Layout(world, replicate), optimizer,
+            precision, longest(folded), magnitude, seed, semantics,
+        )  # fmt: skip
+
+    return make
+
+
+def row(name: str, tier: Tier, why: str, worlds: tuple[int, ...], *arguments: object, **options: object) -> Row:
+    return Row(name, tier, why, case(name, *arguments, **options), worlds)  # type: ignore[arg-type]
+
+
+MOMENTUM = Optimizer("momentum", lr=0.125, momentum=0.75, weight_decay=0.0625)
+ADAM = Optimizer("adam", lr=2.0**-6, weight_decay=0.0625, eps=2.0**-12)
+CLIPPED = Optimizer("sgd", lr=0.5, clip=0.25)
+CLIPPED_INF = Optimizer("adamw", lr=2.0**-6, weight_decay=0.125, eps=2.0**-12, clip=0.0625, clip_norm="inf")
+TINY = 2.0**-20
+CLIPPED_TINY = Optimizer("momentum", lr=2.0**16, momentum=0.5, clip=2.0**-22)
+BF16 = Precision("float32", "bfloat16", "float32")
+FP16_WIRE = Precision("float32", "float32", "float16")
+DYADIC = Model("mlp", width=4, depth=2, inputs=3, outputs=2, features=("bias",), numbers="dyadic")
+ALL_GPT = Model("gpt", depth=2, features=("bias", "qk_norm", "shared_kv", "tied"))
+
+GRID: tuple[Row, ...] = (
+    row("linear-sgd", "quick", "one linear layer, unequal tokens, three updates", (4, 1), REAL_LINEAR, UNEQUAL),
+    row("gpt-adamw", "quick", "no-decay groups, schedule, short last window", (4, 2), GPT, UNEQUAL, ADAMW),
+    row("exact-mlp", "quick", "tolerance zero", (4, 2), DYADIC, POWERS, Optimizer(lr=0.25)),
+    row("mlp-ragged-clip", "default", "odd sizes, ranks without rows, clipping by norm", (4, 3), ODD_MLP, RAGGED, CLIPPED),
+    row("mlp-momentum-double", "default", "float64", (4,), ODD_MLP, UNEQUAL, MOMENTUM, DOUBLE),
+    row("gpt-tied-adam", "default", "tied head, shared keys and values, norms on both", (4,), ALL_GPT, RAGGED, ADAM),
+    row("gpt-empty-window", "default", "a window without a valid token", (4,), GPT, EMPTY, ADAMW),
+    row("linear-clip-tiny", "default", "gradients near 1e-6, clipped", (4,), REAL_LINEAR, UNEQUAL, CLIPPED_TINY,
+        magnitude=TINY),
+    row("mlp-hsdp", "default", "shards in two copies", (4,), ODD_MLP, UNEQUAL, MOMENTUM, replicate=2),
+    row("mlp-hsdp-one-shard", "default", "a mesh whose shard axis has size 1", (4,), ODD_MLP, RAGGED, CLIPPED, replicate=4),
+    row("gpt-bf16", "default", "bfloat16 compute over float32 weights", (4,), GPT, UNEQUAL, SGD, BF16),
+    row("mlp-fp16-wire", "default", "gradients compressed to float16", (4,), ODD_MLP, UNEQUAL, SGD, FP16_WIRE),
+    row("mlp-unused", "default", "an absent gradient is not zero", (4,), Model("mlp", features=("bias", "unused")), UNEQUAL,
+        Optimizer("adamw", lr=2.0**-6, weight_decay=0.5, eps=2.0**-12)),
+    row("gpt-conditional", "default", "a branch that only the first micro-batches use", (4,),
+        Model("gpt", depth=1, features=("conditional",)), RAGGED, ADAMW),
+    row("gpt-auxiliary", "default", "a second head and a z-loss with denominators of their own", (4,),
+        Model("gpt", depth=1, features=("extra_head", "z_loss")), UNEQUAL, SGD),
+    row("mlp-pairs", "default", "a loss over pairs of samples on different ranks", (4,),
+        Model("mlp", features=("pairs",)), UNEQUAL, SGD),
+    row("mlp-running", "default", "running statistics", (4,), Model("mlp", features=("running",)), RAGGED, SGD),
+    row("mlp-loss-scale", "default", "dynamic loss scaling and clipping", (4,), ODD_MLP, UNEQUAL,
+        Optimizer("adamw", lr=2.0**-6, clip=0.25, eps=2.0**-12), Precision(loss_scale=LossScale())),
+    row("gpt-dropout", "default", "dropout, the same on any layout", (4,), Model("gpt", depth=1, features=("dropout",)),
+        UNEQUAL, ADAMW),
+    row("chain-sgd", "nightly", "the smallest model with depth", (4,), Model("chain", depth=4), UNEQUAL),
+    row("exact-linear-double", "nightly", "tolerance zero in float64, one update", (4,),
+        Model("linear", numbers="dyadic", features=("bias",)), POWERS, Optimizer(lr=0.25), DOUBLE),
+    row("linear-transposed", "nightly", "a weight that is not contiguous", (4,),
+        Model("linear", features=("bias", "transposed")), UNEQUAL, MOMENTUM),
+    row("gpt-frozen", "nightly", "a weight that is not trained", (4, 3), Model("gpt", depth=1, features=("frozen",)),
+        UNEQUAL, ADAMW),
+    row("gpt-clip-inf", "nightly", "clipping by the largest element", (4, 3), ALL_GPT, RAGGED, CLIPPED_INF),
+    row("gpt-double", "nightly", "a transformer in float64", (4,), ALL_GPT, UNEQUAL, ADAMW, DOUBLE),
+    row("gpt-one-update", "nightly", "one update only", (4, 3, 2, 1), GPT, ONE_UPDATE, ADAM),
+    row("span-microbatch", "nightly", "token totals of micro-batches", (4,), GPT, UNEQUAL, SGD,
+        semantics=Semantics(denominator="microbatch")),
+    row("span-rank", "nightly", "token totals of ranks", (4,), GPT, UNEQUAL, SGD, semantics=Semantics(denominator="rank")),
+    row("span-rank-microbatch", "nightly", "means of means, where a case asks for them", (4,), GPT, UNEQUAL, SGD,
+        semantics=Semantics(denominator="rank-microbatch")),
+    row("span-rows", "nightly", "means weighted by rows", (4,), GPT, UNEQUAL, SGD, semantics=Semantics(denominator="rows")),
+)  # fmt: skip
+
+
+def cases(tier: Tier, nproc: int, seed: int = 0) -> Iterator[Case]:
+    """The cases of a tier (and of the tiers below it) whose world fits in `nproc`, smallest tiers first."""
+    included = TIERS[: TIERS.index(tier) + 1]
+    for line in GRID:
+        if line.tier in included:
+            for world in line.worlds:
+                if world <= nproc:
+                    yield line.make(world, seed)
+
+
+def too_large(tier: Tier, nproc: int) -> list[tuple[str, int]]:
+    """(case name, world) of the cases of a tier that need more ranks than `nproc`."""
+    included = TIERS[: TIERS.index(tier) + 1]
+    return [(f"{line.name}-w{w}", w) for line in GRID if line.tier in included for w in line.worlds if w > nproc]

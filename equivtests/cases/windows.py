@@ -1,0 +1,133 @@
+"""From the counts of a case to the arrays of its samples, and back from what a model was fed to sample ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from equivtests.cases import numbers
+from equivtests.cases.case import Case, Model
+
+ID_BITS = 8
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one rank feeds forward at once; N rows of L positions.
+
+    inputs: gpt: int64 (N, L); else float64 (N, L, features). targets: gpt: int64 (N, L); else float64 (N, L, outputs).
+    valid: bool (N, L). ids: int64 (N,), for the dropout stream only. conditional: whether the optional branch is on.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    valid: np.ndarray
+    ids: np.ndarray
+    conditional: bool
+
+    @property
+    def rows(self) -> int:
+        return len(self.ids)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.valid.sum())
+
+
+@dataclass(frozen=True)
+class Window:
+    """One rank's micro-batches of one update, `update` counted from 0."""
+
+    update: int
+    microbatches: tuple[MicroBatch, ...]
+
+
+def sample_ids(case: Case, update: int, rank: int, microbatch: int) -> list[int]:
+    """Ids of the samples in one micro-batch: samples are numbered through the case in reading order."""
+    first = 0
+    for u, window in enumerate(case.windows):
+        for r, micros in enumerate(window):
+            for k, rows in enumerate(micros):
+                if (u, r, k) == (update, rank, microbatch):
+                    return list(range(first, first + len(rows)))
+                first += len(rows)
+    raise IndexError((update, rank, microbatch))
+
+
+def window_of(case: Case, update: int, rank: int) -> Window:
+    """The micro-batches that `rank` is to feed for `update`."""
+    micros = case.windows[update][rank]
+    batches = [
+        micro_batch(case.model, case.seed, sample_ids(case, update, rank, k), list(rows), k == 0)
+        for k, rows in enumerate(micros)
+    ]
+    return Window(update, tuple(batches))
+
+
+def micro_batch(model: Model, seed: int, ids: list[int], counts: list[int], conditional: bool) -> MicroBatch:
+    """Arrays of the samples with the given ids and numbers of valid tokens."""
+    samples = [sample(model, seed, i) for i in ids]
+    valid = np.zeros((len(ids), model.length), dtype=bool)
+    for row, (i, count) in enumerate(zip(ids, counts, strict=True)):
+        valid[row, numbers.ranking(seed, f"valid.{i}", model.length)[:count]] = True
+    empty_x, empty_y = sample(model, seed, 0)
+    return MicroBatch(
+        inputs=np.stack([x for x, _ in samples]) if samples else empty_x[None][:0],
+        targets=np.stack([y for _, y in samples]) if samples else empty_y[None][:0],
+        valid=valid,
+        ids=np.array(ids, dtype=np.int64),
+        conditional=conditional and bool(ids),
+    )
+
+
+def empty_micro_batch(case: Case) -> MicroBatch:
+    """A micro-batch without rows, for a rank that has to take part in a collective without data."""
+    return micro_batch(case.model, case.seed, [], [], False)
+
+
+@lru_cache(maxsize=4096)
+def sample(model: Model, seed: int, sample_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, targets) of one sample. The id stands in the inputs: base-V digits for gpt, bits for the others."""
+    if model.family == "gpt":
+        drawn = numbers.integers(seed, f"tokens.{sample_id}", model.length + 1, model.vocabulary)
+        drawn[0], drawn[1] = sample_id % model.vocabulary, sample_id // model.vocabulary
+        return drawn[:-1], drawn[1:]
+    draw = numbers.ternary if model.numbers == "dyadic" else numbers.real
+    bits = (sample_id >> np.arange(ID_BITS)) & 1
+    width, height = (1, 1) if model.family == "chain" else (model.inputs, model.outputs)
+    inputs = draw(seed, f"inputs.{sample_id}", (model.length, width))
+    inputs[:ID_BITS, 0] = bits if model.family != "chain" else 1 + bits
+    return inputs, draw(seed, f"targets.{sample_id}", (model.length, height))
+
+
+def decode_ids(model: Model, inputs: np.ndarray) -> np.ndarray:
+    """Sample ids, int64 (N,), read from the inputs that reached a forward pass."""
+    if model.family == "gpt":
+        return (inputs[:, 0] + inputs[:, 1] * model.vocabulary).astype(np.int64)
+    bits = inputs[:, :ID_BITS, 0].astype(np.int64) - (1 if model.family == "chain" else 0)
+    return bits @ (1 << np.arange(ID_BITS))
+
+
+class Feed:
+    """The data loader of one rank. Its position is state that a checkpoint has to hold."""
+
+    def __init__(self, case: Case, rank: int, stop: int | None = None) -> None:
+        self.case, self.rank = case, rank
+        self.stop = case.updates if stop is None else stop
+        self.position = 0
+
+    def seek(self, position: int) -> None:
+        """Continue with the window of update `position`."""
+        self.position = position
+
+    def __iter__(self) -> Feed:
+        return self
+
+    def __next__(self) -> Window:
+        if self.position >= self.stop:
+            raise StopIteration
+        window = window_of(self.case, self.position, self.rank)
+        self.position += 1
+        return window

@@ -1,0 +1,38 @@
+"""Chapter restore: a checkpoint of the middle, loaded in fresh ranks, goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import tempfile
+
+from equivtests.chapters.run import Result, Run
+from equivtests.chapters.update import broken, finish, judge_update
+from equivtests.judge.check import Verdict
+from equivtests.judge.restore import judge_restored
+from equivtests.judge.tolerance import THRESHOLD
+from equivtests.judge.view import View
+from equivtests.ranks.job import Job
+from equivtests.ranks.pools import Pools
+from equivtests.record.observation import Record
+from equivtests.reference.expectation import expect
+
+
+def run_restore(pools: Pools, run: Run, threshold: float = THRESHOLD) -> Result:
+    """Run with a save in the middle, judge it, load in fresh ranks, judge again."""
+    with tempfile.TemporaryDirectory(prefix="equivtests-restore-") as directory:
+        saved = pools.run(Job(run.adapter, run.strategy.name, run.case, save_to=directory))
+        if saved.record is None:
+            return broken(run, saved)
+        uninterrupted = judge_update(run, saved.record, threshold)
+        if uninterrupted.verdict is not Verdict.PASS:
+            return uninterrupted
+        loaded = pools.run_fresh(Job(run.adapter, run.strategy.name, run.case, load_from=directory))
+    if loaded.record is None:
+        return broken(run, loaded)
+    return judge_restore(run, saved.record, loaded.record, threshold)
+
+
+def judge_restore(run: Run, whole: Record, restored: Record, threshold: float = THRESHOLD) -> Result:
+    """Judge the records of an uninterrupted and of a restored run."""
+    expectation = expect(run.case, run.strategy.contract(run.case))
+    views = [View(run.case, run.strategy, record, expectation, threshold) for record in (whole, restored)]
+    return finish(run, judge_restored(*views), views[1], [whole, restored])

@@ -1,0 +1,74 @@
+"""A run and its result: the unit in which the size of the suite is counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from equivtests.adapters.adapter import KnownDivergence, Strategy
+from equivtests.cases.case import Case
+from equivtests.judge.check import Check, Judgement, Verdict
+from equivtests.ranks.job import Failure
+from equivtests.record.observation import Record
+
+Chapter = Literal["update", "restore", "ledger"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One (strategy, case) in one chapter. adapter: "package.module:Class"."""
+
+    chapter: Chapter
+    adapter: str
+    strategy: Strategy
+    case: Case
+    isolated: bool = False
+
+    @property
+    def id(self) -> str:
+        return f"{self.strategy.name}-{self.case.name}"
+
+    @property
+    def known(self) -> KnownDivergence | None:
+        """The declared divergence that this case shows, if any."""
+        from fnmatch import fnmatch
+
+        return next((k for k in self.strategy.known if fnmatch(self.case.name, k.case)), None)
+
+
+@dataclass
+class Result:
+    """What became of a run. `explanation`: lines for a reader who does not know the code."""
+
+    run: Run
+    verdict: Verdict
+    judgement: Judgement = field(default_factory=Judgement)
+    failure: Failure | None = None
+    explanation: list[str] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    confirmed: bool | None = None
+    comparable: bool = True
+
+    @property
+    def first(self) -> Check | None:
+        return self.judgement.first
+
+    def summary(self) -> dict[str, Any]:
+        """Plain data of a result, as it stands in the certificate."""
+        first = self.first
+        return {
+            "chapter": self.run.chapter,
+            "adapter": self.run.adapter,
+            "strategy": self.run.strategy.name,
+            "case": self.run.case.name,
+            "verdict": str(self.verdict),
+            "checks": len(self.judgement.checks),
+            "worst": self.judgement.worst(),
+            "resolution": self.judgement.resolution(),
+            "exact": self.run.case.exact,
+            "precision": self.run.case.precision.label,
+            "semantics": self.run.strategy.contract(self.run.case).describe(),
+            "first": None if first is None else {"quantity": first.quantity, "update": first.update, "name": first.name},
+            "failure": None if self.failure is None else {"kind": self.failure.kind, "rank": self.failure.rank},
+            "explanation": self.explanation,
+        }

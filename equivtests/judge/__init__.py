@@ -1,0 +1,1 @@
+"""The judge: a pure function of (case, strategy, record, expectation). It never runs a rank."""

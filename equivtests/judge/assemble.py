@@ -1,0 +1,100 @@
+"""From the parts that ranks showed to whole tensors: coverage, replicas, partial sums."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from equivtests.record.observation import Observation, Place
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole tensor. `problem`: why the parts do not make one ("" if they do); `rank`: one rank that it concerns."""
+
+    values: np.ndarray
+    problem: str = ""
+    rank: int | None = None
+    copies: int = 1
+
+
+def assemble(parts: list[Observation], world: int) -> Whole:
+    """Put the parts of one tensor together.
+
+    Every copy (replica number) must cover every element exactly once, and all copies must be equal bit for bit. Partial
+    values of all ranks are added up (or averaged).
+    """
+    shapes = {part.place.shape for part in parts}
+    if len(shapes) > 1:
+        return Whole(np.zeros(()), f"ranks name different shapes of the whole: {sorted(shapes)}", parts[0].rank)
+    if parts[0].place.partial:
+        return _combine(parts, world)
+    copies: dict[int, list[Observation]] = {}
+    for part in parts:
+        copies.setdefault(part.place.replica, []).append(part)
+    filled = [_fill(members) for _, members in sorted(copies.items())]
+    broken = next((whole for whole in filled if whole.problem), None)
+    return broken or _compare_copies(filled, [members for _, members in sorted(copies.items())])
+
+
+def _combine(parts: list[Observation], world: int) -> Whole:
+    if len(parts) != world:
+        seen = sorted(part.rank for part in parts)
+        return Whole(parts[0].values(), f"a partial value needs all {world} ranks, only ranks {seen} showed one", seen[0])
+    total = np.sum([part.values().astype(np.float64) for part in parts], axis=0)
+    return Whole(total / world if parts[0].place.partial == "mean" else total)
+
+
+def _fill(members: list[Observation]) -> Whole:
+    first = members[0]
+    if len(members) == 1 and first.place.box is None and first.place.interval is None:
+        return Whole(first.values().reshape(first.place.shape))
+    values = np.zeros(first.place.shape, dtype=first.values().dtype)
+    count = np.zeros(first.place.shape, dtype=np.int64)
+    for part in members:
+        region = _region(part.place)
+        values.reshape(-1)[region.reshape(-1)] = part.values().reshape(-1)
+        count.reshape(-1)[region.reshape(-1)] += 1
+    if (count == 1).all():
+        return Whole(values)
+    return Whole(values, _coverage_problem(count, members), first.rank)
+
+
+def _region(place: Place) -> np.ndarray:
+    """Flat indices of a place's elements, in the order of its array."""
+    index = np.arange(math.prod(place.shape)).reshape(place.shape)
+    if place.interval is not None:
+        return index.reshape(-1)[slice(*place.interval)]
+    if place.box is not None:
+        return index[tuple(slice(*side) for side in place.box)]
+    return index
+
+
+def _coverage_problem(count: np.ndarray, members: list[Observation]) -> str:
+    missing, twice = int((count == 0).sum()), int((count > 1).sum())
+    ranks = sorted({part.rank for part in members})
+    words = [f"{missing} of {count.size} elements shown by no rank"] if missing else []
+    words += [f"{twice} elements shown more than once"] if twice else []
+    return f"{' and '.join(words)} (copy {members[0].place.replica}, ranks {ranks})"
+
+
+def _compare_copies(filled: list[Whole], members: list[list[Observation]]) -> Whole:
+    first = filled[0].values
+    for whole, parts in zip(filled[1:], members[1:], strict=True):
+        if not equal_bits(whole.values, first):
+            return Whole(first, _disagreement(filled, members), parts[0].rank, len(filled))
+    return Whole(first, copies=len(filled))
+
+
+def equal_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Equality of values, NaN equal to NaN; shapes and dtypes must agree."""
+    return a.shape == b.shape and a.dtype == b.dtype and bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
+
+
+def _disagreement(filled: list[Whole], members: list[list[Observation]]) -> str:
+    stacked = np.stack([whole.values.astype(np.float64).reshape(-1) for whole in filled])
+    at = int(np.argmax(np.ptp(stacked, axis=0)))
+    shown = ", ".join(f"rank {m[0].rank}: {v:.9g}" for m, v in zip(members, stacked[:, at], strict=True))
+    return f"ranks disagree, most at element {at}: {shown}"

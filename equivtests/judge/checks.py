@@ -1,0 +1,372 @@
+"""One function per compared quantity: each yields the checks of one update.
+
+Stages keep one stage's rounding out of the next: gradients are judged at the observed weights, the norm against the
+observed gradients, the update against the reference optimizer applied to what was observed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from equivtests.cases.case import Semantics
+from equivtests.cases.parameters import initial
+from equivtests.cases.windows import decode_ids
+from equivtests.judge.check import Check, Verdict
+from equivtests.judge.tolerance import Distance, elementwise, equal, radius_floor, rounded
+from equivtests.judge.view import View
+from equivtests.reference import update as one
+from equivtests.reference.expectation import layer_of, smallest_unit, trained_names
+from equivtests.reference.rows import rows_of
+
+Checks = Iterator[Check]
+
+
+def initial_weights(view: View, update: int) -> Checks:
+    """Weights entering the first update are the canonical ones, bit for bit, on every copy."""
+    if update != 0:
+        return
+    dtype = np.dtype(view.case.precision.weights)
+    for name, value in initial(view.case).items():
+        whole = view.whole("weight", name, 0)
+        if whole is None:
+            yield from view.absent("initial weights", 0, name, "weight")
+        elif whole.problem:
+            yield view.failed("initial weights", 0, name, whole.problem, whole.rank)
+        else:
+            expected = value.astype(dtype)
+            yield view.compared("initial weights", 0, name, whole.values, expected, equal(whole.values, expected))
+
+
+def exactly(view: View) -> float:
+    """Unit of a number that has to be equal."""
+    return 0.0
+
+
+def working(view: View) -> float:
+    """Unit of a number computed in the working precision: its epsilon."""
+    return view.eps
+
+
+def scalar(
+    quantity: str, kind: str, expected: Callable[[View, int], float], unit: Callable[[View], float] = exactly
+) -> Callable[[View, int], Checks]:
+    """A check of one number that every rank shows, equal on all of them, in relative units."""
+
+    def check(view: View, update: int) -> Checks:
+        whole = view.whole(kind, kind, update)
+        if whole is None:
+            yield from view.absent(quantity, update, kind, kind)
+        elif whole.problem:
+            yield view.failed(quantity, update, kind, whole.problem, whole.rank)
+        else:
+            wanted = np.float64(expected(view, update))
+            error = abs(float(whole.values) - wanted)
+            size = unit(view) * abs(wanted)
+            ratio = 0.0 if error == 0 else (error / size if size else np.inf)
+            verdict = Verdict.PASS if ratio <= view.threshold else Verdict.FAIL
+            yield view.compared(quantity, update, kind, whole.values, wanted, Distance(ratio, 0.0, verdict))
+
+    return check
+
+
+def samples(view: View, update: int) -> Checks:
+    """The ids decoded from what reached the forward passes are those of the window, each once."""
+    shown = view.observations("inputs", update)
+    wanted = Counter(rows_of(view.case, update).ids.tolist())
+    found = Counter(i for o in shown for i in decode_ids(view.case.model, o.values()).tolist())
+    skipped = view.expectation.steps[update].skipped
+    if not shown and "inputs" not in view.strategy.observes:
+        return
+    if found == wanted or (skipped and not found):
+        yield Check("samples", update, "ids", Verdict.PASS)
+        return
+    missing, extra = sorted((wanted - found).elements()), sorted((found - wanted).elements())
+    rank = next((o.rank for o in shown if set(decode_ids(view.case.model, o.values()).tolist()) & set(extra)), None)
+    words = f"never fed: {missing or 'none'}; fed too often or not of this window: {extra or 'none'}"
+    yield Check(
+        "samples", update, "ids", Verdict.FAIL, np.inf, rank, f"{len(wanted)} samples", f"{found.total()} samples", words
+    )
+
+
+def tokens(view: View, update: int) -> Checks:
+    """Valid tokens are integers, the same on every rank, and those of the whole window."""
+    shown = view.observations("tokens", update)
+    if not shown:
+        yield from view.absent("tokens", update, "tokens", "tokens")
+        return
+    wanted = view.case.tokens(update)
+    wrong = [o for o in shown if o.array.dtype.kind not in "iu" or int(o.array) != wanted]
+    if not wrong:
+        yield Check("tokens", update, "tokens", Verdict.PASS)
+        return
+    first = wrong[0]
+    counted = ", ".join(f"rank {o.rank}: {o.array}" for o in shown)
+    kind = "" if first.array.dtype.kind in "iu" else f" (dtype {first.dtype}, must be an integer)"
+    yield Check("tokens", update, "tokens", Verdict.FAIL, np.inf, first.rank, str(wanted), str(first.array), counted + kind)
+
+
+def loss(view: View, update: int) -> Checks:
+    """The loss that was differentiated is the window's."""
+    if view.expectation.steps[update].skipped:
+        return
+    whole = view.whole("loss", "loss", update)
+    if whole is None:
+        yield from view.absent("loss", update, "loss", "loss")
+        return
+    if whole.problem:
+        yield view.failed("loss", update, "loss", whole.problem, whole.rank)
+        return
+    truth = np.float64(truth_at(view, update).loss)
+    radius = max(view.expectation.loss_radius[update], smallest_unit(view.case) * abs(truth))
+    distance = judge_tensor(view, whole.values, truth, radius, abs(truth))
+    yield view.compared("loss", update, "loss", whole.values, truth, distance)
+
+
+def truth_at(view: View, update: int) -> one.Gradients:
+    """The float64 gradients of the window at the observed weights."""
+    key = f"truth.{update}"
+    if key not in view.__dict__:
+        observed = {n: w.double() for n, w in view.tensors("weight", update).items()}
+        view.__dict__[key] = view.expectation.gradients_at(update, observed)
+    return view.__dict__[key]
+
+
+def judge_tensor(view: View, observed: np.ndarray, truth: np.ndarray, radius: float, signal: float) -> Distance:
+    """Tolerance zero where the case is proved exact, else the rounding radius."""
+    if view.expectation.proof is not None:
+        return equal(observed.astype(np.float64), truth)
+    return rounded(observed, truth, radius, signal, view.threshold)
+
+
+def gradient(view: View, update: int) -> Checks:
+    """Gradients after accumulation and synchronization, before clipping; absent and zero are different."""
+    if view.expectation.steps[update].skipped or not view.names("weight", update):
+        return
+    if not view.names("gradient", update):
+        yield from view.absent("gradient", update, "all", "gradient")
+        return
+    truth = truth_at(view, update).values
+    norms = {name: float(g.norm()) for name, g in truth.items()}
+    for name in dict.fromkeys([*truth, *view.names("gradient", update)]):
+        whole = view.whole("gradient", name, update)
+        if name not in truth:
+            if name in trained_names(view.case) or name not in initial(view.case):
+                yield view.failed("gradient", update, name, "present, but on one device it is absent (None is not zero)")
+        elif whole is None:
+            yield view.failed("gradient", update, name, "absent, but on one device it is present")
+        elif whole.problem:
+            yield view.failed("gradient", update, name, whole.problem, whole.rank)
+        else:
+            yield _gradient(view, update, name, whole.values, truth[name].numpy(), norms)
+
+
+def _gradient(
+    view: View, update: int, name: str, observed: np.ndarray, truth: np.ndarray, norms: dict[str, float]
+) -> Check:
+    if observed.shape != truth.shape:
+        return view.failed("gradient", update, name, f"has shape {observed.shape}, the parameter {truth.shape}")
+    scale = max(v for n, v in norms.items() if layer_of(n) == layer_of(name))
+    floor = radius_floor(smallest_unit(view.case), norms[name], scale)
+    radius = max(view.expectation.radius[update].get(name, 0.0), floor)
+    signal = norms[name] if norms[name] > 1e-6 * scale else scale
+    return view.compared("gradient", update, name, observed, truth, judge_tensor(view, observed, truth, radius, signal))
+
+
+def observed_norm(view: View, update: int) -> float:
+    values = {n: g for n, g in view.tensors("gradient", update).items()}
+    return one.norm(values, view.case.optimizer.clip_norm)
+
+
+def expected_clip(view: View, update: int) -> float:
+    """The coefficient that follows from the observed norm."""
+    whole = view.whole("norm", "norm", update)
+    total = float(whole.values) if whole is not None else observed_norm(view, update)
+    return one.clip_coefficient(view.case, view.expectation.semantics, total)
+
+
+def clipping(check: Callable[[View, int], Checks]) -> Callable[[View, int], Checks]:
+    """Only where the case clips and the window is not empty."""
+
+    def guarded(view: View, update: int) -> Checks:
+        if view.case.optimizer.clip is not None and not view.expectation.steps[update].skipped:
+            yield from check(view, update)
+
+    return guarded
+
+
+def stepping(check: Callable[[View, int], Checks]) -> Callable[[View, int], Checks]:
+    """Only where the optimizer steps."""
+
+    def guarded(view: View, update: int) -> Checks:
+        if not view.expectation.steps[update].skipped:
+            yield from check(view, update)
+
+    return guarded
+
+
+def applied_under(view: View, update: int, semantics: Semantics) -> tuple[one.Weights, one.States]:
+    """The reference optimizer on what was observed: weights, state, gradients and clip coefficient."""
+    weights = view.tensors("weight", update)
+    expected = view.expectation.steps[update]
+    if expected.skipped:
+        return weights, states_of(view, update)
+    clip = view.whole("clip", "clip", update)
+    coefficient = expected_clip(view, update) if clip is None else float(clip.values)
+    coefficient = 1.0 if semantics.clip_scope == "none" else coefficient
+    rate = view.whole("lr", "lr", update)
+    used = expected.rate if rate is None else float(rate.values)
+    values = view.tensors("gradient", update)
+    return one.apply(view.case, semantics, expected.steps, weights, values, coefficient, states_of(view, update), used)
+
+
+def states_of(view: View, update: int) -> one.States:
+    """Optimizer state entering an update: what was observed, or what the updates before it must have left."""
+    if "state" not in view.strategy.observes:
+        return applied_once(view, update - 1)[1] if update in view.updates[1:] else {}
+    states: one.States = {}
+    for name, tensor in view.tensors("state", update).items():
+        parameter, _, key = name.rpartition("/")
+        states.setdefault(parameter, {})[key] = tensor
+    return states
+
+
+def weight_update(view: View, update: int) -> Checks:
+    """Weights after the step are those of the reference optimizer applied to the observed gradients and state."""
+    if not view.names("gradient", update) and not view.expectation.steps[update].skipped:
+        return
+    new, _ = applied_once(view, update)
+    for name, expected in new.items():
+        after, before = view.whole("weight", name, update + 1), view.whole("weight", name, update)
+        if after is None or before is None:
+            yield from view.absent("weight update", update, name, "weight")
+        elif after.problem:
+            yield view.failed("weight update", update, name, after.problem, after.rank)
+        else:
+            distance = elementwise(after.values, expected.numpy(), before.values, view.eps, view.bitwise)
+            yield view.compared("weight update", update, name, after.values, expected.numpy(), distance)
+
+
+def applied_once(view: View, update: int) -> tuple[one.Weights, one.States]:
+    key = f"applied.{update}"
+    if key not in view.__dict__:
+        view.__dict__[key] = applied_under(view, update, view.expectation.semantics)
+    return view.__dict__[key]
+
+
+def optimizer_state(view: View, update: int) -> Checks:
+    """Optimizer state after the step, step counters included."""
+    if "state" not in view.strategy.observes:
+        return
+    _, states = applied_once(view, update)
+    expected = {f"{p}/{key}": tensor for p, state in states.items() for key, tensor in state.items()}
+    for name in dict.fromkeys([*expected, *view.names("state", update + 1)]):
+        whole = view.whole("state", name, update + 1)
+        if whole is None:
+            yield view.failed("optimizer state", update, name, "absent, but on one device it is present")
+        elif name not in expected:
+            yield view.failed("optimizer state", update, name, "present, but on one device it is absent")
+        elif whole.problem:
+            yield view.failed("optimizer state", update, name, whole.problem, whole.rank)
+        else:
+            wanted = expected[name].numpy()
+            distance = elementwise(whole.values, wanted, wanted, view.eps, view.bitwise)
+            yield view.compared("optimizer state", update, name, whole.values, wanted, distance)
+
+
+def buffers(view: View, update: int) -> Checks:
+    """Running means move by the mean over the rows of all ranks, and are the same on every rank."""
+    for name in view.names("buffer", update + 1):
+        after, before = view.whole("buffer", name, update + 1), view.whole("buffer", name, update)
+        if after is None or before is None:
+            continue
+        if after.problem:
+            yield view.failed("buffer", update, name, after.problem, after.rank)
+            continue
+        hidden = None if view.expectation.steps[update].skipped else truth_at(view, update).hidden
+        start = before.values.astype(np.float64)
+        truth = start if hidden is None else start + 0.25 * (hidden.numpy() - start)
+        norm = float(np.linalg.norm(truth))
+        distance = rounded(after.values, truth, view.eps * max(norm, 1e-3), max(norm, 1e-3), view.threshold)
+        yield view.compared("buffer", update, name, after.values, truth, distance)
+
+
+def weight_norm(view: View, update: int) -> Checks:
+    """The norm of all weights, where a framework logs it, is that of the weights after the update."""
+    whole = view.whole("weight_norm", "weight_norm", update)
+    if whole is None:
+        yield from view.absent("weight norm", update, "weight_norm", "weight_norm")
+        return
+    if whole.problem:
+        yield view.failed("weight norm", update, "weight_norm", whole.problem, whole.rank)
+        return
+    truth = np.float64(one.norm(view.tensors("weight", update + 1), "2"))
+    distance = rounded(whole.values, truth, view.eps * float(truth), float(truth), view.threshold)
+    yield view.compared("weight norm", update, "weight_norm", whole.values, truth, distance)
+
+
+def trajectory(view: View) -> Checks:
+    """The weights after the last update, against the reference's own trajectory."""
+    first, last = view.expectation.weights[0], view.expectation.weights[-1]
+    for name, truth in last.items():
+        whole = view.whole("weight", name, view.case.updates)
+        if whole is None or whole.problem:
+            continue
+        norm, moved = float(truth.norm()), float((truth - first[name]).norm())
+        radius = max(view.expectation.trajectory_radius.get(name, 0.0), view.eps * norm)
+        signal = moved if moved else norm
+        yield view.compared(
+            "trajectory", view.case.updates - 1, name, whole.values, truth.numpy(),
+            judge_tensor(view, whole.values, truth.numpy(), radius, signal),
+        )  # fmt: skip
+
+
+def vacuity(view: View) -> Checks:
+    """The case must be able to tell: gradients and updates stand above the tolerance."""
+    first, last = view.expectation.weights[0], view.expectation.weights[-1]
+    moved = sum(float((last[n] - w).norm()) ** 2 for n, w in first.items()) ** 0.5
+    unit = view.eps * sum(float(w.norm()) ** 2 for w in last.values()) ** 0.5
+    if all(step.skipped for step in view.expectation.steps):
+        verdict, detail = Verdict.PASS, "every window is empty: nothing may change"
+    elif moved <= view.threshold * unit:
+        verdict, detail = Verdict.FAIL, f"all updates together move the weights by {moved:.1e}, below the tolerance"
+    else:
+        verdict, detail = Verdict.PASS, ""
+    yield Check("vacuity", view.case.updates - 1, "update", verdict, detail=detail)
+
+
+def loss_scale_of(view: View, update: int) -> float:
+    scaling = view.case.precision.loss_scale
+    if scaling is None:
+        return 1.0
+    return scaling.initial * 2.0 ** (made(view, update) // scaling.growth_interval)
+
+
+def made(view: View, update: int) -> int:
+    """Optimizer updates made before window `update`."""
+    return sum(not step.skipped for step in view.expectation.steps[:update])
+
+
+PER_UPDATE: tuple[Callable[[View, int], Checks], ...] = (
+    initial_weights,
+    scalar("cursor", "cursor", lambda view, update: update),
+    scalar("step", "step", made),
+    scalar("random state", "random_state", made),
+    scalar("loss scale", "loss_scale", loss_scale_of),
+    samples,
+    tokens,
+    loss,
+    gradient,
+    clipping(scalar("norm", "norm", observed_norm, working)),
+    clipping(scalar("clip coefficient", "clip", expected_clip, working)),
+    stepping(scalar("learning rate", "lr", lambda view, update: view.expectation.steps[update].rate, lambda view: 2.0**-52)),
+    weight_update,
+    optimizer_state,
+    weight_norm,
+    buffers,
+)
+"""The checks of one update, in causal order."""
+
+AT_THE_END: tuple[Callable[[View], Checks], ...] = (trajectory, vacuity)

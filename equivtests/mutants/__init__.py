@@ -1,0 +1,1 @@
+"""Mutants: adapters with one planted, real-world mistake each, a few lines over a correct parent."""

@@ -1,0 +1,61 @@
+"""A mutant and the table of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from equivtests.adapters.adapter import Adapter, Strategy
+from equivtests.cases.case import Case
+from equivtests.chapters.run import Chapter, Run
+from equivtests.judge.check import QUANTITIES
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A planted mistake. It is killed by a FAIL whose first quantity is `quantity`, on `case`, where its parent passes.
+
+    source: the public threads of the real bug. mistake: what is wrong, in one line. strategy: of the parent.
+    """
+
+    name: str
+    adapter: str
+    parent: str
+    strategy: str
+    case: Case
+    quantity: str
+    source: str
+    mistake: str
+    chapter: Chapter = "update"
+
+    def run(self, strategy: Strategy) -> Run:
+        """The run of the mutant itself."""
+        return Run(self.chapter, self.adapter, strategy, self.case)
+
+    def parent_run(self, strategy: Strategy) -> Run:
+        return Run(self.chapter, self.parent, strategy, self.case)
+
+
+MUTANTS: dict[str, Mutant] = {}
+"""All mutants by name; filled by the `mutant` decorator when `equivtests.mutants.catalogue` is imported."""
+
+
+def mutant(
+    name: str, *, strategy: str, case: Case, quantity: str, source: str, mistake: str, chapter: Chapter = "update"
+) -> Callable[[type[Adapter]], type[Adapter]]:
+    """Enter an adapter class into the table; its parent is the class it derives from."""
+    if quantity not in QUANTITIES:
+        raise ValueError(f"mutant {name!r}: unknown quantity {quantity!r}")
+
+    def enter(adapter: type[Adapter]) -> type[Adapter]:
+        if name in MUTANTS:
+            raise ValueError(f"mutant {name!r} is planted twice")
+        spec, parent = spec_of(adapter), spec_of(adapter.__bases__[0])
+        MUTANTS[name] = Mutant(name, spec, parent, strategy, case, quantity, source, mistake, chapter)
+        return adapter
+
+    return enter
+
+
+def spec_of(adapter: type) -> str:
+    return f"{adapter.__module__}:{adapter.__qualname__}"

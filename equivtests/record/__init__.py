@@ -1,0 +1,1 @@
+"""What the ranks observed: plain arrays with the place they belong to. Ranks only record; they never judge."""

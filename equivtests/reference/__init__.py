@@ -1,0 +1,1 @@
+"""The single-device oracle, written separately from `models/`: plain functions, no torch.distributed."""

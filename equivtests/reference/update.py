@@ -1,0 +1,153 @@
+"""One update of one device: gradients of a window at given weights, and the step that follows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equivtests.cases.case import Case, Semantics
+from equivtests.cases.parameters import parameters
+from equivtests.reference import optimizers
+from equivtests.reference.forward import Sums, Weights, batch_of, row_sums
+from equivtests.reference.rows import Rows, row_coefficients, rows_of
+
+EXTRA, Z, PAIRS = 0.25, 2.0**-6, 2.0**-6  # factors of the auxiliary terms in the objective
+CLIP_EPS = 1e-6
+
+States = dict[str, optimizers.State]
+
+
+@dataclass
+class Gradients:
+    """loss: of the window; values: by parameter, absent where no row used it; hidden: mean over rows, or None."""
+
+    loss: float
+    values: Weights
+    kink: float = math.inf
+    hidden: Tensor | None = None
+
+
+@dataclass
+class Split:
+    """How the rows are grouped and in which dtypes they are computed and added up. Neutral in exact arithmetic."""
+
+    groups: list[Tensor]
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
+def whole(rows: Rows) -> Split:
+    """All rows at once, in float64."""
+    return Split([torch.arange(len(rows))], torch.float64, torch.float64)
+
+
+def gradients(
+    case: Case,
+    semantics: Semantics,
+    update: int,
+    draw: int,
+    weights: Weights,
+    split: Split | None = None,
+    only_rank: int | None = None,
+) -> Gradients:
+    """Loss and gradients of the window of `update` at `weights`, returned in the dtype of the weights.
+
+    `draw`: updates made so far. `only_rank`: W times the part of one rank alone, which is what it holds before any reduction.
+    """
+    rows = rows_of(case, update)
+    tokens, auxiliary = row_coefficients(rows, semantics)
+    if only_rank is not None:
+        mine = (rows.rank == only_rank) * float(case.layout.dp)
+        tokens, auxiliary = tokens * mine, auxiliary * mine
+    split = split or whole(rows)
+    trained = [p.name for p in parameters(case.model) if p.trained]
+    total: Weights = {}
+    loss, kink, hidden = 0.0, math.inf, []
+    if case.model.has("pairs"):
+        split = Split([torch.cat(split.groups)], split.compute, split.reduce)
+    for group in split.groups:
+        leaves = {n: w.detach().to(split.compute).requires_grad_(n in trained) for n, w in weights.items()}
+        sums = row_sums(leaves, batch_of(case.model, case.seed, draw, rows, group, split.compute))
+        chosen = group.numpy()
+        part = objective(case, sums, tokens[chosen], auxiliary[chosen], rows.micro[chosen])
+        found = torch.autograd.grad(part, [leaves[n] for n in trained], allow_unused=True)
+        _accumulate(total, trained, found, split.reduce)
+        loss, kink = loss + float(part.detach()), min(kink, sums.kink)
+        hidden += [] if sums.hidden is None else [sums.hidden]
+    like = next(iter(weights.values())).dtype
+    mean = torch.cat(hidden).sum(dim=0) / (len(rows) * case.model.length) if hidden else None
+    return Gradients(loss, {n: g.to(like) for n, g in total.items()}, kink, mean)
+
+
+def _accumulate(total: Weights, names: list[str], found: tuple[Tensor | None, ...], dtype: torch.dtype) -> None:
+    for name, gradient in zip(names, found, strict=True):
+        if gradient is not None:
+            cast = gradient.to(dtype)
+            total[name] = total[name] + cast if name in total else cast
+
+
+def objective(case: Case, sums: Sums, tokens: np.ndarray, auxiliary: np.ndarray, micro: np.ndarray) -> Tensor:
+    """The loss of a group of rows, weighted row by row; `micro`: their micro-batch numbers."""
+    main = sums.terms["main"]
+    c, a = (torch.as_tensor(x, dtype=main.dtype) for x in (tokens, auxiliary))
+    value = (c * main).sum()
+    if "extra" in sums.terms:
+        value = value + EXTRA * (c * sums.terms["extra"]).sum()
+    if "z" in sums.terms:
+        value = value + Z * (a * sums.terms["z"]).sum()
+    if sums.pairs is not None:
+        value = value + PAIRS * (a[0] * _pairs(sums.pairs, micro))
+    return case.magnitude * value
+
+
+def _pairs(embeddings: Tensor, micro: np.ndarray) -> Tensor:
+    """Sum over pairs i != j within each micro-batch number of the product of their embeddings."""
+    value = embeddings.new_zeros(())
+    for k in sorted(set(micro.tolist())):
+        e = embeddings[torch.as_tensor(micro == k)]
+        products = e @ e.T
+        value = value + products.sum() - products.diagonal().sum()
+    return value
+
+
+def norm(values: Weights, order: str) -> float:
+    """Norm of the whole model's gradient, each element once, in float64."""
+    if not values:
+        return 0.0
+    flat = torch.cat([g.double().flatten() for g in values.values()])
+    return float(torch.linalg.vector_norm(flat, math.inf if order == "inf" else 2))
+
+
+def clip_coefficient(case: Case, semantics: Semantics, total: float) -> float:
+    """min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ computes it."""
+    limit = case.optimizer.clip
+    if limit is None or semantics.clip_scope == "none":
+        return 1.0
+    return min(1.0, limit / (total + CLIP_EPS))
+
+
+def apply(
+    case: Case,
+    semantics: Semantics,
+    step: int,
+    weights: Weights,
+    values: Weights,
+    coefficient: float,
+    states: States,
+    rate: float | None = None,
+) -> tuple[Weights, States]:
+    """Weights and states after one optimizer step from clipped gradients; a parameter without gradient stays."""
+    new_weights, new_states = dict(weights), dict(states)
+    rate = case.optimizer.rate(step) if rate is None else rate
+    for name, gradient in values.items():
+        if coefficient != 1.0:
+            gradient = gradient * torch.tensor(coefficient, dtype=gradient.dtype)
+        decay = optimizers.decay_of(case.optimizer, name, weights[name].ndim, semantics.decay)
+        new_weights[name], new_states[name] = optimizers.step(
+            case.optimizer, rate, decay, weights[name], gradient, states.get(name, {})
+        )
+    return new_weights, new_states
