@@ -86,6 +86,15 @@ class Spawning(Summing):
         raise ValueError(f"started {child.pid}")
 
 
+class Unsendable(Summing):
+    """Shows something that cannot travel to the main process."""
+
+    def update(self, window: Window, observe: Observe) -> None:
+        super().update(window, observe)
+        if self.ranks.rank == FAULTY and window.update == 2:
+            observe("lr", (lambda: ""), 0.0, update=2)  # type: ignore[arg-type]
+
+
 class Killed(Summing):
     def fault(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

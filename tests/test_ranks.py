@@ -77,9 +77,16 @@ def assert_works(pool: Pool) -> None:
 
 def wait_until_gone(pids: list[int], seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < end:
+    while any(map(lives, pids)) and time.monotonic() < end:
         time.sleep(0.05)
-    assert [pid for pid in pids if psutil.pid_exists(pid)] == []
+    assert [pid for pid in pids if lives(pid)] == []
+
+
+def lives(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 # ---------------------------------------------------------------------------------------------- running
@@ -137,6 +144,7 @@ BROKEN = {
     "Misspelled": ("raised", r"rank 1 raised AttributeError: .*nothing"),
     "SetupFails": ("raised", r"rank \d raised RuntimeError: no such optimizer \(ranks_adapters.py:\d+\) during setup"),
     "Absent": ("raised", r"rank \d raised AdapterError: .* has no 'Absent'; adapters there: .*Summing"),
+    "Unsendable": ("exited", r"rank 1 exited with status 1 while running update 2: .*pickle"),
     "Killed": ("killed", r"rank 1 was killed by SIGKILL while running update 1$"),
     "Exiting": ("exited", r"rank 1 exited with status 3 while running update 1$"),
     "SysExiting": ("exited", r"rank 1 called sys.exit\(4\) \(ranks_adapters.py:\d+\) while running update 1"),
@@ -344,6 +352,17 @@ def test_functional_collectives_are_recorded_once(pool: Pool) -> None:
     expected = [("all_reduce", 2), ("all_gather", 2 * WORLD), ("reduce_scatter", 2 * WORLD)]
     assert seen[:3] == expected
     assert seen[-1] == ("all_gather", 2 * WORLD), "the DTensor's redistribution"
+
+
+def test_no_collective_operator_of_this_torch_is_unknown() -> None:
+    import torch
+    import torch.distributed._functional_collectives
+
+    from equivtests.ranks import collectives
+
+    names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    known = collectives._OPERATIONS.keys() | collectives._SILENT | {"_c10d_functional::batch_p2p_ops"}
+    assert {n for n in names if n.startswith(("c10d::", "_c10d_functional::"))} - known == set()
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def _longest(case: Case) -> int:
 
 def to_json(value: Any) -> Any:
     """Plain JSON data of a case or of any of its parts."""
-    return json.loads(json.dumps(dataclasses.asdict(value)))
+    return json.loads(json.dumps(dataclasses.asdict(value), default=sorted))
 
 
 def dumps(case: Case) -> str:
@@ -302,6 +302,8 @@ def from_json(kind: Any, data: Any, where: str) -> Any:
         return None if data is None else from_json(next(a for a in arguments if a is not type(None)), data, where)
     if origin is tuple:
         return _read_tuple(arguments, data, where)
+    if origin is frozenset:
+        return frozenset(_read_tuple((arguments[0], Ellipsis), data, where))
     if kind is float:
         number = isinstance(data, (int, float)) and not isinstance(data, bool) and math.isfinite(data)
         _demand(number, where, "a finite number", data)

@@ -148,6 +148,10 @@ GRID: tuple[Row, ...] = (
 )  # fmt: skip
 
 
+RESTORE_CASES = frozenset({"gpt-adamw-w4", "gpt-dropout-w4", "mlp-loss-scale-w4", "mlp-hsdp-w4", "gpt-bf16-w4"})
+"""Cases that are also saved in the middle and restored in fresh ranks."""
+
+
 def cases(tier: Tier, nproc: int, seed: int = 0) -> Iterator[Case]:
     """The cases of a tier (and of the tiers below it) whose world fits in `nproc`, smallest tiers first."""
     included = TIERS[: TIERS.index(tier) + 1]

@@ -66,7 +66,7 @@ def canonical_weights(case: Case, dtype: torch.dtype = torch.float64) -> Weights
     return {name: torch.from_numpy(value).to(dtype) for name, value in initial(case).items()}
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
 def expect(case: Case, semantics: Semantics) -> Expectation:
     """Compute the expectation. Raises CaseError if the case lies too close to a discontinuity or is not exact as claimed."""
     expectation = trajectory(case, semantics)

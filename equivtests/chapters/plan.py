@@ -1,0 +1,120 @@
+"""Which runs a selection declares: strategies that claim a case run it, the others are listed as not claimed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from equivtests.adapters.adapter import Adapter, Claims, Strategy
+from equivtests.adapters.builtin import BUILTIN
+from equivtests.cases.case import Case
+from equivtests.cases.grid import LEDGER_CASES, RESTORE_CASES, Tier, cases, too_large
+from equivtests.chapters.run import Chapter, Run
+from equivtests.errors import AdapterError, CaseError
+from equivtests.ranks.loading import load_adapter
+from equivtests.reference.expectation import refuse_discontinuities, trajectory
+
+SEED_STRIDE = 1000  # where a seed puts a case at a discontinuity, seed + 1000, + 2000, … are tried
+
+
+@dataclass(frozen=True)
+class NotClaimed:
+    """A case of the grid that a strategy does not claim, and why."""
+
+    strategy: str
+    case: str
+    reason: str
+
+
+@dataclass
+class Plan:
+    """Declared runs in the order they are made, what is not claimed, and cases that need more ranks."""
+
+    runs: list[Run] = field(default_factory=list)
+    not_claimed: list[NotClaimed] = field(default_factory=list)
+    too_large: list[tuple[str, int]] = field(default_factory=list)
+
+    def of(self, chapter: Chapter) -> list[Run]:
+        return [run for run in self.runs if run.chapter == chapter]
+
+
+def claims_of(spec: str) -> Claims:
+    """The claims of an adapter. Raises AdapterError if it cannot be loaded or its claims are not well formed."""
+    adapter = make(spec)
+    try:
+        claims = adapter.claims()
+    except Exception as error:
+        raise AdapterError(f"{spec}: claims() raised {type(error).__name__}: {error}") from error
+    if not isinstance(claims, Claims) or not all(isinstance(s, Strategy) for s in claims.strategies):
+        raise AdapterError(f"{spec}: claims() must return Claims((Strategy(…), …)), got {type(claims).__name__}")
+    names = [s.name for s in claims.strategies]
+    if not names or len(set(names)) != len(names):
+        raise AdapterError(f"{spec}: claims() names {names or 'no strategy'}; give every strategy a name of its own")
+    return claims
+
+
+def make(spec: str) -> Adapter:
+    """An instance of an adapter class, made without arguments."""
+    try:
+        return load_adapter(spec)()
+    except TypeError as error:
+        raise AdapterError(f"{spec} cannot be made without arguments: {error}") from error
+
+
+def plan(
+    adapters: Iterable[str] = BUILTIN,
+    tier: Tier = "default",
+    nproc: int = 4,
+    strategies: Iterable[str] = (),
+    seeds: Iterable[int] = (0,),
+) -> Plan:
+    """All runs of a selection. Raises AdapterError for an unknown strategy name."""
+    wanted, found = set(strategies), Plan(too_large=too_large(tier, nproc))
+    grids = {seed: [usable(case) for case in cases(tier, nproc, seed)] for seed in seeds}
+    known: set[str] = set()
+    for spec in adapters:
+        claims = claims_of(spec)
+        known |= {s.name for s in claims.strategies}
+        for strategy in claims.strategies:
+            if not wanted or strategy.name in wanted:
+                for seed, grid in grids.items():
+                    add_strategy(found, spec, claims, strategy, grid, first=seed == min(grids))
+    if wanted - known:
+        raise AdapterError(f"--strategy {sorted(wanted - known)[0]}: unknown; known are {', '.join(sorted(known))}")
+    return found
+
+
+def add_strategy(found: Plan, spec: str, claims: Claims, strategy: Strategy, grid: list[Case], first: bool) -> None:
+    """Add the runs of one strategy on one seed of the grid."""
+    isolated = claims.isolation == "case"
+    for case in grid:
+        reason = strategy.refusal(case)
+        if reason is not None:
+            if first:
+                found.not_claimed.append(NotClaimed(strategy.name, case.name, reason))
+            continue
+        found.runs.append(Run("update", spec, strategy, case, isolated))
+        if strategy.restores and row_of(case) in RESTORE_CASES:
+            found.runs.append(Run("restore", spec, strategy, case, isolated))
+        if strategy.algorithm is not None and row_of(case) in LEDGER_CASES:
+            found.runs.append(Run("ledger", spec, strategy, case, isolated))
+
+
+def row_of(case: Case) -> str:
+    """Name of the grid's row and world that a case was made from, without its seed."""
+    return re.sub(r"-s\d+$", "", case.name)
+
+
+def usable(case: Case) -> Case:
+    """The case, or the same with the next seed that keeps its distance from discontinuities."""
+    if case.seed == 0:
+        return case  # a test shows that the grid itself keeps its distance
+    for attempt in range(64):
+        candidate = case.replace(seed=case.seed + attempt * SEED_STRIDE)
+        try:
+            refuse_discontinuities(trajectory(candidate, candidate.semantics))
+        except CaseError:
+            continue
+        return candidate
+    raise CaseError(f"case {case.name!r}: no seed near {case.seed} keeps its distance from discontinuities")

@@ -1,0 +1,72 @@
+"""Killing a mutant: its parent passes the case, and it fails it by the right quantity first."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from equivtests.adapters.adapter import Strategy
+from equivtests.cases.case import Case
+from equivtests.chapters.certify import certify
+from equivtests.chapters.plan import claims_of
+from equivtests.chapters.run import Result
+from equivtests.judge.check import Verdict
+from equivtests.mutants.mutant import MUTANTS, Mutant
+from equivtests.ranks.pools import Pools
+
+
+@dataclass
+class Kill:
+    """The outcome for one mutant, and lines for a reader if it was not killed."""
+
+    mutant: Mutant
+    killed: bool
+    lines: list[str] = field(default_factory=list)
+    result: Result | None = None
+
+
+_passed: set[tuple[str, str, str, Case]] = set()
+
+
+def planted(nproc: int) -> list[Mutant]:
+    """All mutants that fit in `nproc` ranks, in the order they are planted."""
+    importlib.import_module("equivtests.mutants.catalogue")
+    return [m for m in MUTANTS.values() if m.case.layout.world <= nproc]
+
+
+@lru_cache(maxsize=256)
+def strategy_of(spec: str, name: str) -> Strategy:
+    """A strategy as an adapter claims it."""
+    return next(s for s in claims_of(spec).strategies if s.name == name)
+
+
+def attempt(pools: Pools, mutant: Mutant) -> Kill:
+    """Run parent and mutant. Nothing but a FAIL by the declared quantity is a kill."""
+    parent = parent_lines(pools, mutant)
+    if parent:
+        return Kill(mutant, False, parent)
+    result = certify(pools, mutant.run(strategy_of(mutant.adapter, mutant.strategy)), confirm=False)
+    first = result.first
+    if result.verdict is Verdict.FAIL and first is not None and first.quantity == mutant.quantity:
+        return Kill(mutant, True, result.explanation, result)
+    seen = f"{result.verdict} by {first.quantity}" if first else str(result.verdict)
+    return Kill(
+        mutant, False, [f"{mutant.name} survived: expected FAIL by {mutant.quantity}, got {seen}", *result.explanation], result
+    )
+
+
+def parent_lines(pools: Pools, mutant: Mutant) -> list[str]:
+    """Nothing if the parent passes the mutant's case; it is run once per case."""
+    key = (mutant.parent, mutant.strategy, mutant.chapter, mutant.case)
+    if key in _passed:
+        return []
+    strategy = strategy_of(mutant.parent, mutant.strategy)
+    reason = strategy.refusal(mutant.case)
+    if reason is not None:
+        return [f"{mutant.name}: its parent {mutant.parent} does not claim the case: {reason}"]
+    result = certify(pools, mutant.parent_run(strategy), confirm=False)
+    if result.verdict is Verdict.PASS:
+        _passed.add(key)
+        return []
+    return [f"{mutant.name}: its parent {mutant.parent} was judged {result.verdict} on the case", *result.explanation]

@@ -1,0 +1,241 @@
+"""The pytest plugin: options, parametrization, and the summary. Nothing else in the package imports pytest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from equivtests.chapters.certify import certify as certify_run
+from equivtests.chapters.plan import Plan, plan
+from equivtests.chapters.run import Result, Run
+from equivtests.adapters.builtin import BUILTIN
+from equivtests.cases.grid import TIERS
+from equivtests.errors import EquivtestsError
+from equivtests.judge.check import Verdict
+from equivtests.judge.tolerance import THRESHOLD
+from equivtests.mutants.kill import Kill, attempt, planted
+from equivtests.mutants.mutant import Mutant
+from equivtests.ranks.pools import Pools
+from equivtests.record.files import write_record
+from equivtests.report import certificate as report
+from equivtests.report.tally import markdown, table, tally, total
+
+SUITE = Path(__file__).parent
+RESULT = pytest.StashKey[dict[str, Any]]()
+SESSION = pytest.StashKey["Session"]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("equivtests", "certifying distributed updates")
+    add = group.addoption
+    add("--nproc", type=int, default=4, help="largest number of ranks (default 4)")
+    add("--adapter", action="append", default=[], metavar="MODULE:CLASS", help="certify this instead of the built-in ones")
+    add("--strategy", action="append", default=[], metavar="NAME", help="only these strategies (may be repeated)")
+    add("--tier", choices=TIERS, default="default", help="how much of the grid (default: default)")
+    add("--seeds", type=int, default=1, metavar="N", help="run the grid on seeds 0..N-1 (default 1)")
+    add("--seed", type=int, default=None, metavar="S", help="run the grid on this one seed")
+    add("--backend", choices=("gloo", "nccl"), default="gloo", help="process group backend (default gloo)")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where models live (default cpu)")
+    add("--deadline", type=float, default=30.0, metavar="SECONDS", help="for one run on ranks (default 30)")
+    add("--threshold", type=float, default=THRESHOLD, metavar="RATIO", help=f"error / rounding radius (default {THRESHOLD:g})")
+    add("--certificate", type=Path, default=None, metavar="PATH", help="default: equivtests-certificate.json")
+    add("--keep-records", type=Path, default=None, metavar="DIR", help="keep what the ranks observed")
+    add("--mutants", action="store_true", help="run the planted mistakes instead: every one must be found")
+
+
+class Session:
+    """What one pytest process knows: the plan, the ranks, and (where it reports) all results."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        option = config.option
+        self.config, self.option = config, option
+        self.seeds = (option.seed,) if option.seed is not None else tuple(range(option.seeds))
+        self.adapters = tuple(option.adapter) or BUILTIN
+        self.pools = Pools(option.nproc, option.backend, option.device, option.deadline)
+        self.results: list[dict[str, Any]] = []
+        self.kills: list[dict[str, Any]] = []
+        self.collected = False
+        self._plan: Plan | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """Made when first needed: a run of other tests pays nothing for it."""
+        if self._plan is None:
+            self.pools.warm()
+            option = self.option
+            self._plan = plan(self.adapters, option.tier, option.nproc, option.strategy, self.seeds)
+        return self._plan
+
+    def selection(self) -> report.Selection:
+        o = self.option
+        return report.Selection(
+            o.nproc, o.backend, o.device, o.tier, self.adapters, tuple(o.strategy), self.seeds, o.threshold
+        )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    try:
+        config.stash[SESSION] = Session(config)
+    except EquivtestsError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """--mutants runs the mutants alone; without it they are not collected."""
+    if collection_path.parent == SUITE and collection_path.name.startswith("test_"):
+        return True if (collection_path.name == "test_mutants.py") != config.option.mutants else None
+    return None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test per declared run of the chapter, or per mutant."""
+    session = metafunc.config.stash[SESSION]
+    try:
+        for chapter in ("update", "restore", "ledger"):
+            if f"{chapter}_run" in metafunc.fixturenames:
+                session.collected = True
+                runs = session.plan.of(chapter)
+                metafunc.parametrize(f"{chapter}_run", runs or [None], ids=lambda r: r.id if r else "none")
+        if "mutant" in metafunc.fixturenames:
+            session.pools.warm()
+            metafunc.parametrize("mutant", planted(session.option.nproc), ids=lambda m: m.name)
+    except EquivtestsError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Drop the place-holders of chapters without a run."""
+    items[:] = [i for i in items if None not in getattr(i, "callspec", _NO_PARAMETERS).params.values()]
+
+
+class _NO_PARAMETERS:  # noqa: N801
+    params: dict[str, Any] = {}
+
+
+# ---------------------------------------------------------------------------------------------- fixtures
+
+
+@pytest.fixture(scope="session")
+def equivtests_session(pytestconfig: pytest.Config) -> Iterator[Session]:
+    session = pytestconfig.stash[SESSION]
+    yield session
+    session.pools.close()
+
+
+@pytest.fixture
+def certify(equivtests_session: Session, request: pytest.FixtureRequest) -> Callable[[Run], None]:
+    """Run, judge, keep, and fail with the explanation."""
+
+    def check(run: Run) -> None:
+        result = certify_run(equivtests_session.pools, run, equivtests_session.option.threshold)
+        request.node.stash[RESULT] = {"result": result.summary()}
+        keep(equivtests_session, result)
+        if result.verdict not in (Verdict.PASS, Verdict.KNOWN):
+            pytest.fail(f"{result.verdict}: " + "\n".join(result.explanation), pytrace=False)
+
+    return check
+
+
+@pytest.fixture
+def kill(equivtests_session: Session, request: pytest.FixtureRequest) -> Callable[[Mutant], None]:
+    """Run the parent, which must pass, and the mutant, which must fail first by its quantity."""
+
+    def check(mutant: Mutant) -> None:
+        outcome: Kill = attempt(equivtests_session.pools, mutant)
+        request.node.stash[RESULT] = {"kill": {"mutant": mutant.name, "killed": outcome.killed}}
+        if not outcome.killed:
+            pytest.fail("\n".join(outcome.lines), pytrace=False)
+
+    return check
+
+
+def keep(session: Session, result: Result) -> None:
+    """Write the records of a run below --keep-records."""
+    directory = session.option.keep_records
+    if directory is None:
+        return
+    names = ("record",) if len(result.records) == 1 else tuple(f"record-{i}" for i in range(len(result.records)))
+    for name, record in zip(names, result.records, strict=True):
+        run = result.run
+        write_record(directory / run.chapter / run.id / name, run.case, run.strategy, record)
+
+
+# ---------------------------------------------------------------------------------------------- reporting
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Results travel on the report, so that they also arrive from xdist's workers."""
+    outcome = yield
+    if call.when == "call":
+        outcome.equivtests = item.stash.get(RESULT, None)
+    return outcome
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.pluginmanager.register(Collector(session.config.stash[SESSION]), "equivtests-collector")
+
+
+class Collector:
+    """Gathers results from reports and writes what is made of them."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.certificate: dict[str, Any] | None = None
+        self.path: Path | None = None
+
+    @property
+    def reports_here(self) -> bool:
+        """Not in xdist's workers, whose reports go to the controller."""
+        return not hasattr(self.session.config, "workerinput")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        found = getattr(report, "equivtests", None)
+        if found and "result" in found:
+            self.session.results.append(found["result"])
+        if found and "kill" in found:
+            self.session.kills.append(found["kill"])
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if not self.reports_here or not self.session.results:
+            return
+        self.certificate = report.certificate(self.session.selection(), self.session.plan, self.session.results)
+        self.path = self.session.option.certificate or Path("equivtests-certificate.json")
+        report.write(self.path, self.certificate)
+        write_step_summary(tally(self.session.plan, self.session.results))
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.certificate is not None:
+            summarize(terminalreporter, self.session, self.certificate, self.path)
+        if self.session.kills:
+            killed = sum(kill["killed"] for kill in self.session.kills)
+            terminalreporter.write_line("")
+            terminalreporter.write_line(f"mutants: {killed} killed of {len(self.session.kills)} planted")
+
+
+def summarize(reporter: Any, session: Session, data: dict[str, Any], path: Path | None) -> None:
+    """The table of section "denominator of green", and where the certificate lies."""
+    rows = tally(session.plan, session.results)
+    reporter.section("equivtests")
+    for line in table([*rows, total(rows)]):
+        reporter.write_line(line)
+    for name, world in session.plan.too_large:
+        reporter.write_line(f"{name} needs --nproc {world}")
+    if session.option.threshold > THRESHOLD:
+        reporter.write_line(f"the threshold was loosened to {session.option.threshold:g} (default {THRESHOLD:g})")
+    word = "certificate" if data["complete"] else "partial result, not a certificate (not everything declared ran and passed)"
+    reporter.write_line(f"{word}: {path}")
+
+
+def write_step_summary(rows: list[Any]) -> None:
+    """The table for GitHub's step summary, where that variable is set."""
+    target = os.environ.get("GITHUB_STEP_SUMMARY")
+    if target:
+        with open(target, "a", encoding="utf-8") as file:
+            file.write("### equivtests\n\n" + markdown([*rows, total(rows)]) + "\n")

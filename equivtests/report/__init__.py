@@ -1,0 +1,1 @@
+"""Reports: the terminal table, the certificate, the step summary."""
