@@ -1,4 +1,4 @@
-"""The command line: list, run, reproduce, judge, adapter-check, doctor."""
+"""The command line: list, run, reproduce, judge, shrink, adapter-check, doctor."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from equivtests import __version__
 from equivtests.adapters.builtin import BUILTIN
-from equivtests.cases.case import loads
+from equivtests.cases.case import Case, dumps, loads
 from equivtests.cases.fixture import find, read
 from equivtests.cases.grid import GRID, TIERS
 from equivtests.chapters.certify import certify
@@ -19,6 +20,7 @@ from equivtests.chapters.plan import claims_of
 from equivtests.chapters.run import Result, Run
 from equivtests.chapters.update import judge_update
 from equivtests.errors import AdapterError, CaseError, EquivtestsError
+from equivtests.explain.shrink import shrink
 from equivtests.judge.check import QUANTITIES, Verdict
 from equivtests.ranks.pools import Pools
 from equivtests.record.files import read_record, write_record
@@ -64,6 +66,10 @@ def parser() -> argparse.ArgumentParser:
     checking = command("adapter-check", adapter_check, "find out in seconds whether an adapter itself works")
     checking.add_argument("adapter", metavar="MODULE:CLASS")
     checking.add_argument("--nproc", type=int, default=2, help="ranks to try it on (default 2)")
+    shrinking = command("shrink", shrink_case, "make a failing case small")
+    shrinking.add_argument("case", type=Path, metavar="CASE.json")
+    shrinking.add_argument("output", type=Path, metavar="SMALLER.json")
+    _on_ranks(shrinking)
     command("doctor", show_doctor, "print what this machine can run")
     return top
 
@@ -97,6 +103,11 @@ def list_everything(options: argparse.Namespace) -> int:
 
 def run_case(options: argparse.Namespace) -> int:
     case = loads(_text(options.case), str(options.case))
+    return _run_all(options, runs_of(options, case), options.keep_records)
+
+
+def runs_of(options: argparse.Namespace, case: Case) -> list[Run]:
+    """The update runs of a case that the options choose. Raises AdapterError if there is none."""
     runs = [
         Run("update", spec, strategy, case, claims.isolation == "case")
         for spec in options.adapter or BUILTIN
@@ -110,17 +121,22 @@ def run_case(options: argparse.Namespace) -> int:
             raise AdapterError(f"strategy {run.strategy.name} does not claim case {case.name!r}: {reason}")
     if not runs:
         raise AdapterError(f"no strategy claims case {case.name!r}; `equivtests list` shows what is claimed")
-    return _run_all(options, runs, getattr(options, "keep_records", None))
+    return runs
+
+
+def _pools(options: argparse.Namespace, runs: list[Run]) -> Pools:
+    world = max(run.case.layout.world for run in runs)
+    return Pools(world, options.backend, options.device, options.deadline)
 
 
 def _run_all(options: argparse.Namespace, runs: list[Run], records: Path | None = None) -> int:
-    pools = Pools(max(r.case.layout.world for r in runs), options.backend, options.device, options.deadline)
-    with closing(pools):
+    with closing(_pools(options, runs)) as pools:
         results = [certify(pools, run) for run in runs]
     for result in results:
         print_result(result)
-        for i, record in enumerate(result.records if records else []):
-            write_record(records / result.run.id / f"record-{i}", result.run.case, result.run.strategy, record)
+        for i, record in enumerate(result.records):
+            if records is not None:
+                write_record(records / result.run.id / f"record-{i}", result.run.case, result.run.strategy, record)
     return 0 if all(result.verdict in OK for result in results) else 1
 
 
@@ -132,9 +148,9 @@ def reproduce(options: argparse.Namespace) -> int:
     strategy = next((s for s in claims_of(fixture.faulty).strategies if s.name == fixture.strategy), None)
     if strategy is None:
         raise CaseError(f"{options.fixture}: {fixture.faulty} has no strategy {fixture.strategy!r}")
-    pools = Pools(fixture.case.layout.world, options.backend, options.device, options.deadline)
-    with closing(pools):
-        result = certify(pools, Run(fixture.chapter, fixture.faulty, strategy, fixture.case))
+    run = Run(fixture.chapter, fixture.faulty, strategy, fixture.case)
+    with closing(_pools(options, [run])) as pools:
+        result = certify(pools, run)
     print(f"{fixture.name}: {fixture.mistake} ({fixture.source})")
     print_result(result)
     first = result.first
@@ -169,6 +185,33 @@ def adapter_check(options: argparse.Namespace) -> int:
         lines, ok = check_adapter(pools, options.adapter)
     print("\n".join(lines))
     return 0 if ok else 1
+
+
+def shrink_case(options: argparse.Namespace) -> int:
+    """Write the smallest case found that still fails first by the same quantity."""
+    case = loads(_text(options.case), str(options.case))
+    runs = runs_of(options, case)
+    if len(runs) != 1:
+        raise AdapterError(f"shrink needs one strategy, {len(runs)} claim the case: choose with --adapter and --strategy")
+    with closing(_pools(options, runs)) as pools:
+        quantity = failing_quantity(pools, runs[0])
+        if quantity is None:
+            raise CaseError(f"{options.case}: {runs[0].strategy.name} does not fail on it, there is nothing to shrink")
+        smaller = shrink(case, lambda c: failing_quantity(pools, replace(runs[0], case=c)) == quantity)
+    options.output.write_text(dumps(smaller))
+    print(f"{options.output}: {smaller.updates} updates on {smaller.layout.world} ranks, still fails by {quantity}")
+    return 0
+
+
+def failing_quantity(pools: Pools, run: Run) -> str | None:
+    """The quantity that fails first, None if the run does not fail or the case is refused."""
+    if run.strategy.refusal(run.case) is not None:
+        return None
+    try:
+        result = certify(pools, run, confirm=False)
+    except (EquivtestsError, IndexError):
+        return None
+    return result.first.quantity if result.first is not None and result.verdict is Verdict.FAIL else None
 
 
 def show_doctor(options: argparse.Namespace) -> int:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from equivtests.adapters.builtin import BUILTIN
+from equivtests.cases.grid import TIERS
 from equivtests.chapters.certify import certify as certify_run
 from equivtests.chapters.plan import Plan, plan
 from equivtests.chapters.run import Result, Run
-from equivtests.adapters.builtin import BUILTIN
-from equivtests.cases.grid import TIERS
 from equivtests.errors import EquivtestsError
 from equivtests.judge.check import Verdict
 from equivtests.judge.tolerance import THRESHOLD
@@ -78,6 +78,7 @@ class Session:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning:torch")
     try:
         config.stash[SESSION] = Session(config)
     except EquivtestsError as error:
@@ -141,6 +142,12 @@ def certify(equivtests_session: Session, request: pytest.FixtureRequest) -> Call
 
 
 @pytest.fixture
+def result_of(equivtests_session: Session) -> Callable[[Run], Result]:
+    """The result of a run, whatever its verdict."""
+    return lambda run: certify_run(equivtests_session.pools, run, confirm=False)
+
+
+@pytest.fixture
 def kill(equivtests_session: Session, request: pytest.FixtureRequest) -> Callable[[Mutant], None]:
     """Run the parent, which must pass, and the mutant, which must fail first by its quantity."""
 
@@ -168,12 +175,14 @@ def keep(session: Session, result: Result) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Results travel on the report, so that they also arrive from xdist's workers."""
-    outcome = yield
+    report = yield
     if call.when == "call":
-        outcome.equivtests = item.stash.get(RESULT, None)
-    return outcome
+        report.__dict__["equivtests"] = item.stash.get(RESULT, None)
+    return report
 
 
 @pytest.hookimpl(trylast=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from equivtests.cases.case import Case, Semantics
 from equivtests.cases.windows import Feed, Window
 from equivtests.record.observation import Observe
+from equivtests.reference.ledger import EXPECTED, Cut
 
 if TYPE_CHECKING:
     from equivtests.ranks.context import Ranks
@@ -43,7 +44,9 @@ class Strategy:
     ragged: ranks may have unequal numbers of micro-batches.
     replicates: layouts with `replicate` > 1 are possible. shards: what is cut over the ranks: weights, gradients, state.
     arithmetic: "torch" if weights are updated by torch's for-loop or foreach optimizers (judged bitwise), else "own".
-    observes: kinds that every run shows. algorithm: row of `reference.ledger` that the collectives follow, or None.
+    observes: kinds that every run shows. algorithm: row of `reference.ledger.EXPECTED` that the collectives follow, or
+    None (not claimed). cut: how what is sharded is cut, as `reference.ledger.Cut` says. units: what is wrapped on its own:
+    the whole model, or every layer and the rest as the root.
     """
 
     name: str
@@ -62,7 +65,13 @@ class Strategy:
     arithmetic: Literal["torch", "own"] = "torch"
     observes: frozenset[str] = MANDATORY
     algorithm: str | None = None
+    cut: Cut = "tensors"
+    units: Literal["model", "layers"] = "model"
     known: tuple[KnownDivergence, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.algorithm is not None and self.algorithm not in EXPECTED:
+            raise ValueError(f"strategy {self.name!r}: algorithm {self.algorithm!r}; known are {', '.join(EXPECTED)}")
 
     def refusal(self, case: Case) -> str | None:
         """Why this strategy does not claim the case, or None if it does."""

@@ -88,7 +88,8 @@ class TorchAdapter(Adapter):
         split: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, tensor in self.trainable():
             split[self.decays(name, tensor)].append(tensor)
-        return [{"params": split[yes], "weight_decay": wd if yes else 0.0} for yes in (True, False) if split[yes]]
+        groups = [{"params": split[yes], "weight_decay": wd if yes else 0.0} for yes in (True, False) if split[yes]]
+        return groups or [{"params": []}]  # a rank whose shard is empty
 
     def decays(self, name: str, tensor: Tensor) -> bool:
         """Whether weight decay applies, by the canonical shape (a shard's own shape would mislead)."""
@@ -118,6 +119,8 @@ class TorchAdapter(Adapter):
         observe("tokens", "tokens", np.int64(self.counts.tokens.sum()), update=window.update)
         if self.counts.tokens.sum() > 0:
             loss = self.accumulate(self.balanced(window))
+            self.show_bytes(observe, "weights", [p for _, p, _ in self.shown()])
+            self.show_bytes(observe, "gradients", self.accumulated())
             self.finish_gradients()
             self.show_update(observe, loss)
             self.clip(observe)
@@ -127,12 +130,16 @@ class TorchAdapter(Adapter):
 
     def count(self, window: Window) -> Counts:
         """Tokens and rows of every micro-batch number, added up over all ranks."""
+        table = self.own_counts(window).to(self.ranks.device)
+        dist.all_reduce(table)
+        return Counts(table.cpu().numpy())
+
+    def own_counts(self, window: Window) -> Tensor:
+        """This rank's tokens, rows and presence of every micro-batch number; int64 (K, 3)."""
         table = torch.zeros(self.case.accumulation, 3, dtype=torch.int64)
         for k, batch in enumerate(window.microbatches):
             table[k] = torch.tensor([batch.tokens, batch.rows, 1])
-        table = table.to(self.ranks.device)
-        dist.all_reduce(table)
-        return Counts(table.cpu().numpy())
+        return table
 
     def balanced(self, window: Window) -> list[MicroBatch]:
         """This rank's micro-batches, filled up with empty ones: every rank takes part in every collective."""
@@ -229,6 +236,11 @@ class TorchAdapter(Adapter):
         """The optimizer's step and all that moves with it."""
         rate = np.float64(self.optimizer.param_groups[0]["lr"])
         observe("lr", "lr", rate, update=self.window.update, place=Place((), replica=self.ranks.rank))
+        self.step_everything()
+        self.show_bytes(observe, "state", [t for _, t, _ in self.optimizer_state() if t.ndim > 0])
+
+    def step_everything(self) -> None:
+        """Optimizer, schedule, random state, step counter and loss scale, together."""
         self.optimizer_step()
         self.scheduler.step()
         self.stream.draw += 1
@@ -267,14 +279,14 @@ class TorchAdapter(Adapter):
         observe("loss", "loss", loss.numpy(), update=update, place=Place((), partial="mean"))
         for name, gradient, place in self.gradients():
             show(observe, "gradient", name, gradient, update=update, place=place)
-        if update == 0:
-            self.show_bytes(observe)
 
-    def show_bytes(self, observe: Observe) -> None:
-        """Bytes this rank keeps between updates, gradients included; state is shown where it first exists."""
-        kept = {"weights": [p for _, p, _ in self.shown()], "gradients": [g for _, g, _ in self.gradients()]}
-        for name, tensors in kept.items():
-            observe("bytes", name, np.int64(stored_bytes(tensors)), update=self.window.update)
+    def show_bytes(self, observe: Observe, name: str, tensors: list[Tensor]) -> None:
+        """Bytes of what this rank keeps, shown where it is most: gradients before they are reduced to any shards."""
+        observe("bytes", name, np.int64(stored_bytes(tensors)), update=self.window.update)
+
+    def accumulated(self) -> list[Tensor]:
+        """The gradients that this rank keeps from one micro-batch to the next."""
+        return [p.grad for p in self.module.parameters() if p.grad is not None]
 
     def show_state(self, observe: Observe, update: int) -> None:
         """All state that enters `update`: weights, optimizer, buffers and counters."""

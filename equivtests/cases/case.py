@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 import types
 import typing
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any, Literal
 from equivtests.errors import CaseError
 
 SCHEMA = 1
+LARGEST = sys.float_info.max
 MAX_SAMPLES = 169  # what two tokens of the smallest vocabulary, and eight bits, can both number
 
 FEATURES: dict[str, tuple[str, ...]] = {
@@ -242,10 +244,12 @@ def _rules(case: Case) -> list[tuple[bool, str]]:
         (model.inputs >= 2, "model.inputs must be at least 2"),
         (model.family != "gpt" or model.width % 2 == 0, "model.width of gpt must be even (two heads)"),
         (model.family == "gpt" or model.length >= 8, "model.length must be at least 8 (it carries the sample id)"),
+        (model.length >= 2, "model.length must be at least 2 (it carries the sample id)"),
         (model.family != "gpt" or model.vocabulary >= 13, "model.vocabulary must be at least 13"),
+        (_trains(model), "model.features: frozen leaves nothing to train in an mlp of depth 1 without bias"),
         (not case.exact or model.family != "gpt", "model.numbers: gpt has no exact arithmetic; use real"),
         (layout.dp >= 1 and layout.replicate >= 1, "layout degrees must be at least 1"),
-        (layout.dp % layout.replicate == 0, f"layout.replicate {layout.replicate} does not divide dp {layout.dp}"),
+        (layout.dp % max(1, layout.replicate) == 0, f"layout.replicate {layout.replicate} does not divide dp {layout.dp}"),
         (bool(case.windows), "windows is empty; give at least one update"),
         (all(len(w) == layout.dp for w in case.windows), f"every window needs {layout.dp} ranks (layout.dp)"),
         (all(0 <= n <= model.length for n in counts), f"valid tokens must lie in 0..{model.length} (model.length)"),
@@ -262,6 +266,10 @@ def _rules(case: Case) -> list[tuple[bool, str]]:
 
 def _counts(case: Case) -> list[int]:
     return [n for window in case.windows for rank in window for micro in rank for n in micro]
+
+
+def _trains(model: Model) -> bool:
+    return not (model.family == "mlp" and model.has("frozen")) or model.depth > 1 or model.has("bias")
 
 
 def _longest(case: Case) -> int:
@@ -285,7 +293,7 @@ def loads(text: str, where: str = "case") -> Case:
     """Read a case strictly. Raises CaseError naming the place for anything unknown, missing or of a wrong type."""
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise CaseError(f"{where}: not JSON: {error}") from None
     return from_json(Case, data, where)
 
@@ -305,8 +313,8 @@ def from_json(kind: Any, data: Any, where: str) -> Any:
     if origin is frozenset:
         return frozenset(_read_tuple((arguments[0], Ellipsis), data, where))
     if kind is float:
-        number = isinstance(data, (int, float)) and not isinstance(data, bool) and math.isfinite(data)
-        _demand(number, where, "a finite number", data)
+        number = isinstance(data, (int, float)) and not isinstance(data, bool)
+        _demand(number and -LARGEST <= data <= LARGEST, where, "a finite number", data)
         return float(data)
     _demand(type(data) is kind, where, f"{kind.__name__}", data)
     return data

@@ -114,7 +114,7 @@ GRID: tuple[Row, ...] = (
         magnitude=TINY),
     row("mlp-hsdp", "default", "shards in two copies", (4,), ODD_MLP, UNEQUAL, MOMENTUM, replicate=2),
     row("mlp-hsdp-one-shard", "default", "a mesh whose shard axis has size 1", (4,), ODD_MLP, RAGGED, CLIPPED, replicate=4),
-    row("gpt-bf16", "default", "bfloat16 compute over float32 weights", (4,), GPT, UNEQUAL, SGD, BF16),
+    row("linear-bf16", "default", "bfloat16 compute over float32 weights", (4,), REAL_LINEAR, UNEQUAL, SGD, BF16),
     row("mlp-fp16-wire", "default", "gradients compressed to float16", (4,), ODD_MLP, UNEQUAL, SGD, FP16_WIRE),
     row("mlp-unused", "default", "an absent gradient is not zero", (4,), Model("mlp", features=("bias", "unused")), UNEQUAL,
         Optimizer("adamw", lr=2.0**-6, weight_decay=0.5, eps=2.0**-12)),
@@ -132,6 +132,8 @@ GRID: tuple[Row, ...] = (
     row("chain-sgd", "nightly", "the smallest model with depth", (4,), Model("chain", depth=4), UNEQUAL),
     row("exact-linear-double", "nightly", "tolerance zero in float64, one update", (4,),
         Model("linear", numbers="dyadic", features=("bias",)), POWERS, Optimizer(lr=0.25), DOUBLE),
+    row("mlp-bf16", "nightly", "bfloat16 compute through several layers", (4,), Model("mlp", features=("bias",)), UNEQUAL,
+        Optimizer("momentum", lr=0.125, momentum=0.5), BF16),
     row("linear-transposed", "nightly", "a weight that is not contiguous", (4,),
         Model("linear", features=("bias", "transposed")), UNEQUAL, MOMENTUM),
     row("gpt-frozen", "nightly", "a weight that is not trained", (4, 3), Model("gpt", depth=1, features=("frozen",)),
@@ -148,8 +150,27 @@ GRID: tuple[Row, ...] = (
 )  # fmt: skip
 
 
-RESTORE_CASES = frozenset({"gpt-adamw-w4", "gpt-dropout-w4", "mlp-loss-scale-w4", "mlp-hsdp-w4", "gpt-bf16-w4"})
+RESTORE_CASES = frozenset({"gpt-adamw-w4", "gpt-dropout-w4", "mlp-loss-scale-w4", "mlp-hsdp-w4", "linear-bf16-w4"})
 """Cases that are also saved in the middle and restored in fresh ranks."""
+
+LEDGER_CASES = frozenset(
+    {
+        "gpt-adamw-w4",  # the same number of micro-batches on every rank; a layer and the root, a vocabulary of 13
+        "gpt-adamw-w2",
+        "gpt-tied-adam-w4",  # ranks filled up with empty micro-batches; two layers, tied weights in the root
+        "mlp-momentum-double-w4",  # 8 bytes per element; no size that four ranks divide
+        "mlp-hsdp-w4",  # shards in two copies
+        "linear-bf16-w4",  # weights gathered in bfloat16
+        "mlp-bf16-w4",
+        "mlp-fp16-wire-w4",  # gradients reduced in float16
+    }
+)
+"""Cases in which what travels and what is kept is counted, too: several micro-batches and sizes that do not divide.
+
+None of them clips (fully_shard reduces the norms of all parameters as one vector, which the ledger would take for a
+payload) or has parameters of one element (broadcast one by one, the ledger would take them for scalars), and in all of
+them every parameter is trained and used (how frameworks treat others is not part of an algorithm's form).
+"""
 
 
 def cases(tier: Tier, nproc: int, seed: int = 0) -> Iterator[Case]:

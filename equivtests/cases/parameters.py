@@ -52,6 +52,12 @@ def decays(case: Case, name: str) -> bool:
     return case.optimizer.decay_vectors or len(shape) >= 2
 
 
+def layers(model: Model) -> tuple[frozenset[str], ...]:
+    """Names of the parameters of each layer (`layers.0`, `layers.1`, …), in order; some families have none."""
+    names = [[p.name for p in parameters(model) if p.name.startswith(f"layers.{i}.")] for i in range(model.depth)]
+    return tuple(frozenset(layer) for layer in names if layer)
+
+
 def _chain(model: Model) -> Iterator[Parameter]:
     for i in range(model.depth):
         yield Parameter(f"factors.{i}", (1,), scale=0.25, offset=0.0 if model.numbers == "dyadic" else 1.0)

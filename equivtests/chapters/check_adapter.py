@@ -35,7 +35,7 @@ def smoke_case(strategy: Strategy, world: int) -> Case | None:
     window = tuple(((3, 5 + rank),) for rank in range(world))
     for model in SMOKE_MODELS:
         for name in ("sgd", "adamw"):
-            optimizer = Optimizer(name, lr=0.125)  # type: ignore[arg-type]
+            optimizer = Optimizer(name, lr=0.125)
             case = Case(f"smoke-{model.family}-w{world}", model, (window, window), Layout(world), optimizer)
             if strategy.refusal(case) is None:
                 return case

@@ -32,6 +32,7 @@ class Plan:
     """Declared runs in the order they are made, what is not claimed, and cases that need more ranks."""
 
     runs: list[Run] = field(default_factory=list)
+    strategies: list[str] = field(default_factory=list)
     not_claimed: list[NotClaimed] = field(default_factory=list)
     too_large: list[tuple[str, int]] = field(default_factory=list)
 
@@ -78,6 +79,7 @@ def plan(
         known |= {s.name for s in claims.strategies}
         for strategy in claims.strategies:
             if not wanted or strategy.name in wanted:
+                found.strategies.append(strategy.name)
                 for seed, grid in grids.items():
                     add_strategy(found, spec, claims, strategy, grid, first=seed == min(grids))
     if wanted - known:

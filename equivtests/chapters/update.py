@@ -52,6 +52,8 @@ def finish(run: Run, judgement: Judgement, view: View, records: list[Record]) ->
 
 
 def broken(run: Run, outcome: Outcome) -> Result:
-    """A run that ended without a record."""
+    """A run that ended without a record: an ERROR, unless it is declared to end so."""
     assert outcome.failure is not None
-    return Result(run, Verdict.ERROR, failure=outcome.failure, explanation=explain_failure(run, outcome.failure))
+    declared = run.known is not None and run.known.quantity == "error"
+    verdict = Verdict.KNOWN if declared else Verdict.ERROR
+    return Result(run, verdict, failure=outcome.failure, explanation=explain_failure(run, outcome.failure))

@@ -1,20 +1,38 @@
-"""Explaining the first difference of a run. Everything here is computed from the record; nothing is guessed from names."""
+"""Explaining the first difference of a run. Everything here is computed from the record, nothing guessed from names."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import typing
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from equivtests.cases.case import Case, Semantics
+from equivtests.cases.case import Semantics
+from equivtests.cases.windows import decode_ids
+from equivtests.explain.factors import factor_on_gradients, factor_on_loss, factor_on_scalar, named_factor
+from equivtests.explain.parts import (
+    Arrays,
+    across_ranks,
+    close,
+    flat,
+    hidden_mean,
+    multiple,
+    observed,
+    of_rows,
+    of_term,
+    part,
+)
 from equivtests.judge.check import Check
-from equivtests.judge.checks import applied_under, truth_at
+from equivtests.judge.checks import applied_once, applied_under, truth_at
 from equivtests.judge.view import View
 from equivtests.reference import update as one
-from equivtests.reference.expectation import smallest_unit
+from equivtests.reference.rows import rows_of, token_coefficients
+
+Lines = Iterator[str]
 
 MEANING = {
     ("denominator", "window"): "the loss is divided by the valid tokens of the whole window",
@@ -22,7 +40,7 @@ MEANING = {
     ("denominator", "rank"): "each rank divides by its own valid tokens, then ranks are averaged",
     ("denominator", "rank-microbatch"): "a mean of means: each micro-batch of each rank is divided by its own tokens",
     ("denominator", "rows"): "means of micro-batches are weighted by their rows instead of their tokens",
-    ("auxiliary", "window"): "the auxiliary loss is divided by the valid tokens of the window instead of its rows",
+    ("auxiliary", "window"): "the auxiliary loss is averaged over the rows of the window",
     ("auxiliary", "microbatch"): "the auxiliary loss is divided by each micro-batch's tokens over all ranks",
     ("auxiliary", "rank"): "the auxiliary loss is divided by each rank's own tokens",
     ("auxiliary", "rank-microbatch"): "the auxiliary loss is divided by each micro-batch's own tokens",
@@ -31,35 +49,83 @@ MEANING = {
     ("reduction", "mean"): "gradients are averaged over ranks",
     ("accumulation", "last"): "only the last micro-batch counts; earlier ones are overwritten",
     ("accumulation", "all"): "all micro-batches count",
+    ("clip_scope", "global"): "gradients are clipped by the norm of the whole model",
     ("clip_scope", "none"): "gradients are not clipped although the case asks for it",
+    ("decay", "declared"): "parameters decay as the case says",
     ("decay", "all"): "every parameter decays, vectors too",
     ("decay", "none"): "no parameter decays",
-    ("empty_window", "step"): "an empty window makes an optimizer step",
 }
 """Plain words for the values of Semantics fields."""
+
+TERMS = {"extra": "the second head's loss", "z": "the z-loss", "pairs": "the loss over pairs"}
+SPANS = {
+    "window": "divided by the valid tokens of the window",
+    "samples": "divided by the rows of the window",
+    "microbatch": "divided by the tokens of each micro-batch over all ranks, then averaged",
+    "rank": "divided by each rank's own tokens, then averaged",
+    "rank-microbatch": "divided by the own tokens of each micro-batch of each rank, then averaged",
+}
+FLOAT16_MAX = 65504.0
 
 
 def diagnose(view: View, check: Check) -> list[str]:
     """Lines that explain a failed check: what ranks hold, a simple factor, another semantics."""
-    lines = list(disagreement(view, check))
-    if check.quantity in ("loss", "gradient"):
-        lines += list(uniform_factor(view, check)) + list(other_semantics(view, check.update))
-    if check.quantity == "weight update":
-        lines += list(other_decay(view, check))
-    if check.quantity in ("norm", "clip coefficient", "learning rate", "loss scale", "step"):
-        lines += list(scalar_factor(view, check))
-    return lines
+    table = APART if "disagree" in check.detail else TOGETHER
+    return [line for explanation in table.get(check.quantity, ()) for line in explanation(view, check)]
 
 
-# ---------------------------------------------------------------------------------------------- ranks
+# ---------------------------------------------------------------------------------------------- samples and counts
 
 
-def disagreement(view: View, check: Check) -> Iterator[str]:
-    """Where copies differ: is their sum or mean right, does every rank hold its own part?"""
-    if check.quantity != "gradient" or "disagree" not in check.detail:
-        return
+def fed_by_ranks(view: View, check: Check) -> Lines:
+    """Did ranks feed the same samples, or was a remainder dropped?"""
+    fed: dict[int, Counter[int]] = {rank: Counter() for rank in range(view.case.layout.dp)}
+    for o in view.observations("inputs", check.update):
+        fed[o.rank].update(decode_ids(view.case.model, o.values()).tolist())
+    wanted = set(rows_of(view.case, check.update).ids.tolist())
+    ranks = Counter(i for samples in fed.values() for i in samples)
+    shared = sorted(i for i, n in ranks.items() if n > 1)
+    if len(fed) > 1 and all(samples == fed[0] for samples in fed.values()):
+        yield "every rank fed the same samples: they are not split over ranks"
+    elif shared:
+        yield f"samples {shared} were fed by more than one rank: the ranks' slices overlap"
+    missing = wanted - set(ranks)
+    if missing and not shared and set(ranks) <= wanted:
+        yield f"{len(missing)} of {len(wanted)} samples of the window were dropped"
+
+
+def counted_by_ranks(view: View, check: Check) -> Lines:
+    """Did every rank count its own tokens only?"""
+    shown = {o.rank: int(o.array) for o in view.observations("tokens", check.update)}
+    own = [sum(n for micro in rank for n in micro) for rank in view.case.windows[check.update]]
+    if shown and all(count == own[rank] for rank, count in shown.items()):
+        yield "each rank counted its own tokens: their sum is right, the reduction over ranks is missing"
+    elif len(set(shown.values())) == 1:
+        yield from factor_on_scalar(view, check)
+
+
+def steps_made(view: View, check: Check) -> Lines:
+    """Did the optimizer step more than once in this window?"""
+    before, after = (view.whole("step", "step", update) for update in (check.update, check.update + 1))
+    made = 1 if before is None or after is None else int(after.values) - int(before.values)
+    if made > 1:
+        name = named_factor(view.case, check.update, made)
+        yield f"the optimizer made {made}{name} steps in this window instead of 1"
+
+
+# ---------------------------------------------------------------------------------------------- ranks that disagree
+
+
+def copies_of(view: View, kind: str, name: str, update: int) -> dict[int, np.ndarray]:
+    """Whole copies of a tensor by rank."""
+    shown = view.parts.get((kind, update), {}).get(name, [])
+    return {o.rank: o.values().astype(np.float64) for o in shown if o.place.size == math.prod(o.place.shape)}
+
+
+def not_reduced(view: View, check: Check) -> Lines:
+    """Where gradients differ: is their sum or mean right, does every rank hold its own part?"""
     truth = truth_at(view, check.update).values[check.name].numpy()
-    copies = copies_of(view, check.name, check.update)
+    copies = copies_of(view, "gradient", check.name, check.update)
     if len(copies) < 2:
         return
     stacked = np.stack([copies[rank] for rank in sorted(copies)])
@@ -67,146 +133,202 @@ def disagreement(view: View, check: Check) -> Iterator[str]:
         yield "the ranks' mean is right: the reduction is missing"
     elif close(stacked.sum(axis=0), truth, view):
         yield "the ranks' sum is right: the reduction is missing"
-    own = [rank for rank, value in sorted(copies.items()) if close(value, local_part(view, check, rank), view)]
+    rows = rows_of(view.case, check.update)
+    parts = {rank: of_rows(view, check.update, rows.rank == rank)[check.name] for rank in sorted(copies)}
+    own = [rank for rank, mine in parts.items() if close(copies[rank], mine, view)]
     if own:
         yield f"ranks {own} hold W times their own part of the gradient: it was not reduced on them"
+    else:
+        yield from partly_reduced(view, check, copies)
 
 
-def copies_of(view: View, name: str, update: int) -> dict[int, np.ndarray]:
-    """Whole copies of a tensor by rank."""
-    shown = view.parts.get(("gradient", update), {}).get(name, [])
-    return {o.rank: o.values().astype(np.float64) for o in shown if o.place.size == math.prod(o.place.shape)}
-
-
-def local_part(view: View, check: Check, rank: int) -> np.ndarray:
-    found = gradients_under(view, check.update, view.expectation.semantics, rank).values.get(check.name)
-    return np.zeros(()) if found is None else found.numpy()
-
-
-def gradients_under(view: View, update: int, semantics: Semantics, rank: int | None = None) -> one.Gradients:
-    weights = {n: w.double() for n, w in view.tensors("weight", update).items()}
-    draw = view.expectation.steps[update].steps
-    return one.gradients(view.case, semantics, update, draw, weights, only_rank=rank)
-
-
-def close(value: np.ndarray, truth: np.ndarray, view: View) -> bool:
-    """Equal up to rounding, with room for a few ill-conditioned elements."""
-    if value.shape != truth.shape:
-        return False
-    norm = float(np.linalg.norm(truth))
-    return bool(np.linalg.norm(value - truth) <= 64 * smallest_unit(view.case) * max(norm, 1e-30))
-
-
-# ---------------------------------------------------------------------------------------------- factors
-
-
-def factors(case: Case, update: int) -> dict[str, float]:
-    """Numbers that a wrong factor is usually made of, by their name."""
-    window, total = case.windows[update], case.tokens(update)
-    short = max((len(rank) for rank in window), default=1) or 1
-    scaling = case.precision.loss_scale
-    base = {
-        "W": case.layout.dp,
-        "K": case.accumulation,
-        "k (micro-batches of this window)": short,
-        "T (valid tokens)": total,
-        "R (replicas)": case.layout.replicate,
-        "S (shards)": case.layout.shard,
-        "W·K": case.layout.dp * case.accumulation,
-        "√W": math.sqrt(case.layout.dp),
-        "√R": math.sqrt(case.layout.replicate),
-        "loss scale": scaling.initial if scaling else 1.0,
-        "2": 2.0,
-    }
-    found = {name: float(value) for name, value in base.items() if value > 1}
-    found |= {f"1/{name}": 1 / value for name, value in found.items()}
-    if short < case.accumulation:
-        found["k/K (short window)"] = short / case.accumulation
-        found["K/k (short window)"] = case.accumulation / short
-    return found | {"0": 0.0, "-1": -1.0}
-
-
-def named_factor(case: Case, update: int, value: float, tolerance: float = 1e-3) -> str:
-    """ " = W" and the like if the value is a simple factor of this case, else ""."""
-    names = [n for n, f in factors(case, update).items() if abs(value - f) <= tolerance * max(abs(f), 1e-6)]
-    return f" = {' = '.join(names)}" if names else ""
-
-
-def uniform_factor(view: View, check: Check) -> Iterator[str]:
-    """One factor on the loss, on all gradients, or on the tensor that failed."""
-    truth = truth_at(view, check.update)
-    if check.quantity == "loss":
-        whole = view.whole("loss", "loss", check.update)
-        if whole is not None and truth.loss:
-            ratio = float(whole.values) / truth.loss
-            yield f"observed / expected loss = {ratio:.6g}{named_factor(view.case, check.update, ratio)}"
+def partly_reduced(view: View, check: Check, copies: dict[int, np.ndarray]) -> Lines:
+    """Which micro-batches were reduced, if the others are each rank's own."""
+    rows, world = rows_of(view.case, check.update), view.case.layout.dp
+    numbers = sorted(set(rows.micro.tolist()))
+    if not 1 < len(numbers) <= 8:
         return
-    shown = {n: w.numpy().astype(np.float64) for n, w in view.tensors("gradient", check.update).items()}
-    expected = {n: g.numpy() for n, g in truth.values.items() if n in shown and shown[n].shape == tuple(g.shape)}
-    everything = fit([shown[n] for n in expected], list(expected.values()), view)
-    single = fit([shown[check.name]], [expected[check.name]], view) if check.name in expected else None
-    for factor, what in ((everything, "every gradient"), (single, f"the gradient of {check.name}")):
-        if factor is not None and abs(factor - 1) > 1e-6:
-            yield f"{what} is {factor:.6g} times the expected one{named_factor(view.case, check.update, factor)}"
-            return
+    fed = [(rank, k) for rank in copies for k in numbers]
+    own = {(r, k): of_rows(view, check.update, (rows.rank == r) & (rows.micro == k))[check.name] for r, k in fed}
+    mean = {k: sum(own[r, k] for r in copies) / world for k in numbers}
+    for size in range(1, len(numbers)):
+        for reduced in itertools.combinations(numbers, size):
+            expected = {r: sum(mean[k] if k in reduced else own[r, k] for k in numbers) for r in copies}
+            if all(close(value, np.asarray(expected[rank]), view) for rank, value in copies.items()):
+                rest = [k for k in numbers if k not in reduced]
+                yield f"micro-batches {list(reduced)} were reduced over ranks, micro-batches {rest} were not"
+                return
 
 
-def fit(observed: list[np.ndarray], expected: list[np.ndarray], view: View) -> float | None:
-    """The factor f with observed = f · expected up to rounding, or None."""
-    if not expected:
-        return None
-    o, e = (np.concatenate([x.reshape(-1) for x in xs]) for xs in (observed, expected))
-    power = float(e @ e)
-    if power == 0 or not np.isfinite(o).all():
-        return None
-    factor = float(o @ e) / power
-    return factor if np.linalg.norm(o - factor * e) <= 256 * smallest_unit(view.case) * np.linalg.norm(o) + 1e-30 else None
+def weights_kept(view: View, check: Check) -> Lines:
+    """Ranks whose weights did not move while others' did."""
+    before, after = (copies_of(view, "weight", check.name, update) for update in (check.update, check.update + 1))
+    kept = sorted(rank for rank, value in after.items() if rank in before and np.array_equal(before[rank], value))
+    if kept and len(kept) < len(after):
+        yield f"ranks {kept} kept the weights they had, the others moved"
 
 
-def scalar_factor(view: View, check: Check) -> Iterator[str]:
-    try:
-        expected, observed = float(check.expected), float(check.observed)
-    except ValueError:
+def statistics_of(view: View, check: Check) -> Lines:
+    """Whose rows a running mean follows."""
+    before = view.whole("buffer", check.name, check.update)
+    rows = rows_of(view.case, check.update)
+    if before is None:
         return
-    if expected and math.isfinite(observed):
-        ratio = observed / expected
-        yield f"observed / expected = {ratio:.6g}{named_factor(view.case, check.update, ratio)}"
+    start = before.values.astype(np.float64)
+    means = {r: hidden_mean(view, check.update, rows, rows.rank == r) for r in range(view.case.layout.dp)}
+    alone = {r: start + 0.25 * (mean - start) for r, mean in means.items() if mean is not None}
+    copies = copies_of(view, "buffer", check.name, check.update + 1)
+    if len(copies) > 1 and all(r in alone and close(value, alone[r], view) for r, value in copies.items()):
+        yield "every rank's value follows its own rows: it was not reduced over ranks"
+    for rank, value in alone.items():
+        if copies and all(close(copy, value, view) for copy in copies.values()):
+            yield f"every rank's value follows the rows of rank {rank} alone"
+
+
+# ---------------------------------------------------------------------------------------------- one loss term
+
+
+def one_term(view: View, check: Check) -> Lines:
+    """Is all right but one term of the loss, which has another denominator or a factor?"""
+    shown = observed(view, check.update)
+    truth = {n: g.numpy() for n, g in truth_at(view, check.update).values.items()}
+    names = [n for n in truth if n in shown]
+    everything, expected = flat(shown, names), flat(truth, names)
+    for term in terms_of(view):
+        rest = everything - expected + flat(of_term(view, check.update, term), names)
+        found = []
+        for span, arrays in spans_of(view, check.update, term):
+            factor = multiple(view, rest, flat(arrays, names), float(np.linalg.norm(everything)))
+            if factor is not None and factor > 0:
+                found.append((abs(math.log(factor)), factor, span))
+        for distance, factor, span in sorted(found)[:1]:
+            name = named_factor(view.case, check.update, factor)
+            scale = f"times {factor:.6g}{name}" if distance > 1e-3 else ""
+            yield f"all is right but {TERMS[term]}: it is {', '.join(filter(None, (SPANS.get(span, ''), scale)))}"
+
+
+def terms_of(view: View) -> list[str]:
+    """Loss terms of the case beside the main one."""
+    features = {"extra": "extra_head", "z": "z_loss", "pairs": "pairs"}
+    return [term for term, feature in features.items() if view.case.model.has(feature)]
+
+
+def spans_of(view: View, update: int, term: str) -> Iterator[tuple[str, Arrays]]:
+    """(span, gradients) of one term under every denominator; pairs have one only ("")."""
+    if term == "pairs":
+        yield "", of_term(view, update, term)
+        return
+    rows = rows_of(view.case, update)
+    for span in SPANS:
+        factors = np.full(len(rows), 1 / len(rows)) if span == "samples" else token_coefficients(rows, span)
+        yield span, part(view, update, factors, factors, term)
+
+
+def missing_cross_terms(view: View, check: Check) -> Lines:
+    """Is some of the gradient between samples of different ranks missing?"""
+    if not view.case.model.has("pairs"):
+        return
+    shown = observed(view, check.update)
+    truth = {n: g.numpy() for n, g in truth_at(view, check.update).values.items()}
+    names = [n for n in truth if n in shown]
+    difference = flat(truth, names) - flat(shown, names)
+    across = flat(across_ranks(view, check.update), names)
+    missing = multiple(view, difference, across, float(np.linalg.norm(flat(truth, names))))
+    if missing is not None:
+        yield f"{missing:.6g} of the gradient between samples on different ranks is missing, all else is right"
+
+
+# ---------------------------------------------------------------------------------------------- the size of an error
+
+
+def not_finite(view: View, check: Check) -> Lines:
+    """Could the sum over ranks overflow in half precision?"""
+    whole = view.whole("gradient", check.name, check.update)
+    truth = truth_at(view, check.update).values.get(check.name)
+    if whole is None or truth is None or np.isfinite(whole.values).all():
+        return
+    total = view.case.layout.dp * float(truth.abs().max())
+    yield f"{int((~np.isfinite(whole.values)).sum())} of {whole.values.size} elements are not finite"
+    if view.case.precision.reduce == "float16" and total > FLOAT16_MAX >= total / view.case.layout.dp:
+        yield f"the sum over ranks, W times the gradient, is {total:.6g}: more than float16 holds ({FLOAT16_MAX:g})"
+
+
+def like_a_rounding(view: View, check: Check) -> Lines:
+    """Is the error that of a lower precision than the case's?"""
+    shown = observed(view, check.update).get(check.name)
+    truth = truth_at(view, check.update).values.get(check.name)
+    if shown is None or truth is None or shown.shape != tuple(truth.shape) or not np.isfinite(shown).all():
+        return
+    size = float(truth.norm())
+    error = float(np.linalg.norm(shown - truth.numpy())) / size if size else 0.0
+    for dtype, least, most in (("float16", 2.0**-14, 2.0**-10), ("bfloat16", 2.0**-10, 2.0**-7)):
+        if least < error <= most:
+            yield f"the relative error is {error:.2g}: the size of a rounding to {dtype}"
 
 
 # ---------------------------------------------------------------------------------------------- semantics
 
 
-def alternatives(semantics: Semantics) -> Iterator[tuple[str, str, Semantics]]:
-    """Every semantics that differs in one decision."""
+def alternatives(semantics: Semantics, fields: tuple[str, ...]) -> Iterator[tuple[str, str, Semantics]]:
+    """Every semantics that differs in one of these decisions."""
     hints = typing.get_type_hints(Semantics)
-    for field in dataclasses.fields(Semantics):
-        for value in typing.get_args(hints[field.name]):
-            if value != getattr(semantics, field.name):
-                yield field.name, value, dataclasses.replace(semantics, **{field.name: value})
+    for field in fields:
+        for value in typing.get_args(hints[field]):
+            if value != getattr(semantics, field) and value != "local":
+                yield field, value, dataclasses.replace(semantics, **{field: value})
 
 
-def other_semantics(view: View, update: int) -> Iterator[str]:
+def other_semantics(view: View, check: Check) -> Lines:
     """The single decisions under which the observed gradients would be right."""
-    shown = {n: w.numpy().astype(np.float64) for n, w in view.tensors("gradient", update).items()}
-    if not shown or not view.names("weight", update):
+    shown = observed(view, check.update)
+    if not shown or not view.names("weight", check.update):
         return
-    for field, value, semantics in alternatives(view.expectation.semantics):
-        if field not in ("denominator", "auxiliary", "reduction", "accumulation") or value == "local":
-            continue
-        found = gradients_under(view, update, semantics).values
+    weights = {n: w.double() for n, w in view.tensors("weight", check.update).items()}
+    draw = view.expectation.steps[check.update].steps
+    for field, value, semantics in alternatives(
+        view.expectation.semantics, ("denominator", "auxiliary", "reduction", "accumulation")
+    ):
+        found = one.gradients(view.case, semantics, check.update, draw, weights).values
         if set(found) == set(shown) and all(close(shown[n], g.numpy(), view) for n, g in found.items()):
-            yield f"the gradients are those of `{field} = {value}`: {MEANING.get((field, value), '')}"
+            yield f"the gradients are those of `{field} = {value}`: {MEANING[field, value]}"
 
 
-def other_decay(view: View, check: Check) -> Iterator[str]:
+def other_rule(view: View, check: Check) -> Lines:
     """Another decay rule, or no clipping, under which the observed weights would be right."""
-    shown = {n: w.numpy() for n, w in view.tensors("weight", check.update + 1).items()}
-    for field, value, semantics in alternatives(view.expectation.semantics):
-        if field not in ("decay", "clip_scope"):
-            continue
+    shown = {n: w.double() for n, w in view.tensors("weight", check.update + 1).items()}
+    declared, _ = applied_once(view, check.update)
+    for field, value, semantics in alternatives(view.expectation.semantics, ("decay", "clip_scope")):
         found, _ = applied_under(view, check.update, semantics)
-        if all(n in shown and close(shown[n].astype(np.float64), w.double().numpy(), view) for n, w in found.items()):
-            yield f"the weights are those of `{field} = {value}`: {MEANING.get((field, value), '')}"
-    before = {n: w.numpy() for n, w in view.tensors("weight", check.update).items()}
-    if all(np.array_equal(shown.get(n), w) for n, w in before.items()):
+        differs = any(not w.equal(declared[n]) for n, w in found.items())
+        if differs and all(n in shown and close(shown[n].numpy(), w.double().numpy(), view) for n, w in found.items()):
+            yield f"the weights are those of `{field} = {value}`: {MEANING[field, value]}"
+    before = view.tensors("weight", check.update)
+    if all(n in shown and shown[n].equal(w.double()) for n, w in before.items()):
         yield "no weight moved at all: the optimizer step is missing"
+
+
+Explanation = Callable[[View, Check], Lines]
+
+TOGETHER: dict[str, tuple[Explanation, ...]] = {
+    "step": (factor_on_scalar,),
+    "loss scale": (factor_on_scalar,),
+    "samples": (fed_by_ranks,),
+    "tokens": (counted_by_ranks,),
+    "loss": (factor_on_loss, steps_made, other_semantics, one_term),
+    "gradient": (
+        factor_on_gradients, steps_made, other_semantics, one_term, missing_cross_terms, not_finite, like_a_rounding,
+    ),
+    "norm": (factor_on_scalar,),
+    "clip coefficient": (factor_on_scalar,),
+    "learning rate": (factor_on_scalar,),
+    "weight update": (other_rule,),
+    "buffer": (statistics_of,),
+}  # fmt: skip
+"""What to try on a quantity that is wrong, and alike on all ranks."""
+
+APART: dict[str, tuple[Explanation, ...]] = {
+    "gradient": (not_reduced,),
+    "weight update": (weights_kept,),
+    "buffer": (statistics_of,),
+}
+"""What to try where ranks disagree."""

@@ -18,7 +18,7 @@ from equivtests.judge.check import Check, Verdict
 from equivtests.judge.tolerance import Distance, elementwise, equal, radius_floor, rounded
 from equivtests.judge.view import View
 from equivtests.reference import update as one
-from equivtests.reference.expectation import layer_of, smallest_unit, trained_names
+from equivtests.reference.expectation import gradient_unit, layer_of, loss_unit, trained_names
 from equivtests.reference.rows import rows_of
 
 Checks = Iterator[Check]
@@ -62,9 +62,9 @@ def scalar(
         elif whole.problem:
             yield view.failed(quantity, update, kind, whole.problem, whole.rank)
         else:
-            wanted = np.float64(expected(view, update))
-            error = abs(float(whole.values) - wanted)
-            size = unit(view) * abs(wanted)
+            wanted = np.array(expected(view, update))
+            error = abs(float(whole.values) - float(wanted))
+            size = unit(view) * abs(float(wanted))
             ratio = 0.0 if error == 0 else (error / size if size else np.inf)
             verdict = Verdict.PASS if ratio <= view.threshold else Verdict.FAIL
             yield view.compared(quantity, update, kind, whole.values, wanted, Distance(ratio, 0.0, verdict))
@@ -119,9 +119,10 @@ def loss(view: View, update: int) -> Checks:
     if whole.problem:
         yield view.failed("loss", update, "loss", whole.problem, whole.rank)
         return
-    truth = np.float64(truth_at(view, update).loss)
-    radius = max(view.expectation.loss_radius[update], smallest_unit(view.case) * abs(truth))
-    distance = judge_tensor(view, whole.values, truth, radius, abs(truth))
+    truth = np.array(truth_at(view, update).loss)
+    size = abs(float(truth))
+    radius = max(view.expectation.loss_radius[update], loss_unit(view.case) * size)
+    distance = judge_tensor(view, whole.values, truth, radius, size)
     yield view.compared("loss", update, "loss", whole.values, truth, distance)
 
 
@@ -169,7 +170,7 @@ def _gradient(
     if observed.shape != truth.shape:
         return view.failed("gradient", update, name, f"has shape {observed.shape}, the parameter {truth.shape}")
     scale = max(v for n, v in norms.items() if layer_of(n) == layer_of(name))
-    floor = radius_floor(smallest_unit(view.case), norms[name], scale)
+    floor = radius_floor(gradient_unit(view.case), norms[name], scale)
     radius = max(view.expectation.radius[update].get(name, 0.0), floor)
     signal = norms[name] if norms[name] > 1e-6 * scale else scale
     return view.compared("gradient", update, name, observed, truth, judge_tensor(view, observed, truth, radius, signal))
@@ -302,7 +303,7 @@ def weight_norm(view: View, update: int) -> Checks:
     if whole.problem:
         yield view.failed("weight norm", update, "weight_norm", whole.problem, whole.rank)
         return
-    truth = np.float64(one.norm(view.tensors("weight", update + 1), "2"))
+    truth = np.array(one.norm(view.tensors("weight", update + 1), "2"))
     distance = rounded(whole.values, truth, view.eps * float(truth), float(truth), view.threshold)
     yield view.compared("weight norm", update, "weight_norm", whole.values, truth, distance)
 
@@ -364,7 +365,7 @@ PER_UPDATE: tuple[Callable[[View, int], Checks], ...] = (
     stepping(scalar("learning rate", "lr", lambda view, update: view.expectation.steps[update].rate, lambda view: 2.0**-52)),
     weight_update,
     optimizer_state,
-    weight_norm,
+    stepping(weight_norm),
     buffers,
 )
 """The checks of one update, in causal order."""

@@ -78,12 +78,10 @@ class View:
         if distance.verdict is Verdict.PASS:
             return Check(quantity, update, name, Verdict.PASS, distance.ratio, resolution=distance.resolution)
         at = worst_element(observed, expected)
-        quoted = [f"{float(a.reshape(-1)[at]):.9g}" if a.size > at else "-" for a in (expected, observed)]
-        where = f"element {np.unravel_index(at, expected.shape)}" if expected.ndim else ""
-        where = where.replace("np.int64(", "").replace(")", "", where.count("np.int64(")) if where else ""
-        return Check(
-            quantity, update, name, distance.verdict, distance.ratio, None, *quoted, where, distance.resolution
-        )
+        wanted, seen = (f"{float(a.reshape(-1)[at]):.9g}" if a.size > at else "-" for a in (expected, observed))
+        index = [int(i) for i in np.unravel_index(at, expected.shape)] if expected.size > at else []
+        where = f"element {index}" if index else ""
+        return Check(quantity, update, name, distance.verdict, distance.ratio, None, wanted, seen, where, distance.resolution)
 
     def failed(self, quantity: str, update: int, name: str, detail: str, rank: int | None = None) -> Check:
         return Check(quantity, update, name, Verdict.FAIL, np.inf, rank, detail=detail)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
@@ -55,7 +57,7 @@ class MLP(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(a, b, bias=bias) for a, b in zip(sizes, sizes[1:], strict=False)])
         self.pairs = model.has("pairs")
         if model.has("transposed"):
-            transpose_storage(self.layers[0])
+            transpose_storage(cast(nn.Linear, self.layers[0]))
         if model.has("conditional"):
             self.branch = nn.Linear(model.inputs, model.outputs, bias=False)
         if model.has("unused"):

@@ -24,7 +24,7 @@ KINDS = {
     "random_state": "the state of the dropout stream entering the update",
     "cursor": "position of the data loader entering the update",
     "weight_norm": "2-norm of all weights after the update, as the framework logs it",
-    "bytes": "bytes that this rank keeps: weights, gradients, state (named so)",
+    "bytes": "bytes that this rank keeps between micro-batches: weights, gradients, state without scalars (named so)",
 }
 """The kinds of observation. State-like kinds carry the number of the update that they enter."""
 

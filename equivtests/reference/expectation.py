@@ -68,7 +68,7 @@ def canonical_weights(case: Case, dtype: torch.dtype = torch.float64) -> Weights
 
 @lru_cache(maxsize=1024)
 def expect(case: Case, semantics: Semantics) -> Expectation:
-    """Compute the expectation. Raises CaseError if the case lies too close to a discontinuity or is not exact as claimed."""
+    """Compute the expectation. Raises CaseError if the case is too close to a discontinuity, or not exact as claimed."""
     expectation = trajectory(case, semantics)
     refuse_discontinuities(expectation)
     if case.exact:
@@ -82,7 +82,8 @@ def expect(case: Case, semantics: Semantics) -> Expectation:
 
 def trajectory(case: Case, semantics: Semantics) -> Expectation:
     """The float64 training run."""
-    weights, states, made = canonical_weights(case), {}, 0
+    weights, made = canonical_weights(case), 0
+    states: one.States = {}
     expectation = Expectation(case, semantics, [], [weights], [{} for _ in case.windows], [0.0] * case.updates)
     mean = np.zeros(case.model.width if case.model.depth > 1 else case.model.outputs)
     expectation.buffer.append(mean)
@@ -138,7 +139,8 @@ def add_radii(expectation: Expectation) -> None:
 def _run_variant(expectation: Expectation, variant: int) -> None:
     case, semantics = expectation.case, expectation.semantics
     dtype = getattr(torch, case.precision.weights)
-    weights, states, made = canonical_weights(case, dtype), {}, 0
+    weights, made = canonical_weights(case, dtype), 0
+    states: one.States = {}
     for update, expected in enumerate(expectation.steps):
         if expected.skipped:
             continue
@@ -173,7 +175,7 @@ def nudge(case: Case, weight: torch.Tensor, stream: str) -> torch.Tensor:
 
 
 def split(case: Case, update: int, variant: int) -> one.Split:
-    """A random permutation of the rows in as many groups as there were ranks, or micro-batches if gradients are rounded."""
+    """Permuted rows in as many groups as there were ranks, or micro-batches where each one's gradient is rounded."""
     rows, precision = rows_of(case, update), case.precision
     order = torch.from_numpy(numbers.ranking(case.seed, f"split.{variant}.{update}", len(rows)))
     lossy = precision.compute == "bfloat16"
@@ -182,10 +184,14 @@ def split(case: Case, update: int, variant: int) -> one.Split:
     return one.Split(parts, getattr(torch, precision.compute), getattr(torch, precision.reduce))
 
 
-def smallest_unit(case: Case) -> float:
-    """Epsilon of the coarsest dtype that a gradient passes through."""
-    precision = case.precision
-    return max(torch.finfo(getattr(torch, d)).eps for d in (precision.weights, precision.compute, precision.reduce))
+def loss_unit(case: Case) -> float:
+    """Epsilon of the coarsest dtype that a loss passes through."""
+    return max(torch.finfo(getattr(torch, d)).eps for d in (case.precision.weights, case.precision.compute))
+
+
+def gradient_unit(case: Case) -> float:
+    """Epsilon of the coarsest dtype that a gradient passes through: the loss's, or what is sent between ranks."""
+    return max(loss_unit(case), torch.finfo(getattr(torch, case.precision.reduce)).eps)
 
 
 def layer_of(name: str) -> str:

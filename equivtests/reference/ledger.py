@@ -174,36 +174,70 @@ def shard_shape(shape: tuple[int, ...], dimension: int, shards: int) -> tuple[in
 
 # ------------------------------------------------------------------------------------ cutting tensors
 
-Cut = Literal["flat", "rows", "tensors"]
-"""How tensors are laid over ranks.
+Cut = Literal["tensors", "flat", "aligned", "rows"]
+"""How the tensors of a unit are laid over ranks.
 
-flat: each tensor flattened and padded to a multiple of the ranks. rows: chunks along dimension 0, the number of rows
-padded to a multiple of the ranks (torch's fully_shard). tensors: whole tensors, largest first, each to the rank with
-the fewest elements so far (torch's ZeroRedundancyOptimizer).
+tensors: whole tensors, largest first, each to the rank with the fewest elements so far (ZeroRedundancyOptimizer).
+flat: what is trained end to end in one vector, padded to a multiple of the ranks. aligned: the same for all that the unit
+holds, every tensor starting at a multiple of 16 bytes (FullyShardedDataParallel with use_orig_params). rows: each tensor
+in chunks along dimension 0, its number of rows padded to a multiple of the ranks (fully_shard).
 """
+ALIGNMENT = 16  # bytes
 
 
-def padded(parameter: Parameter, shards: int, cut: Cut) -> int:
-    """Elements of the full tensor, padding included."""
+@dataclass(frozen=True)
+class Shards:
+    """One unit on its ranks. by_rank: elements of each parameter on each rank; full: of all together, with padding."""
+
+    by_rank: list[dict[str, int]]
+    full: int
+
+
+def shards_of(parameters: Sequence[Parameter], ranks: int, cut: Cut, align: int = 1) -> Shards:
+    """Lay the parameters of one unit over ranks. align: elements that starts are a multiple of, for cut "aligned"."""
+    _whole(1, ranks=ranks, align=align)
     if cut == "tensors":
-        return parameter.size
-    unit = parameter.size // parameter.shape[0] if cut == "rows" else 1
-    return math.ceil(parameter.size / (unit * shards)) * unit * shards
+        return Shards([{p.name: p.size for p in part} for part in partition(parameters, ranks)], _size(parameters))
+    if cut == "rows":
+        each = [_chunks({p.name: (0, p.size)}, p.size, ranks, row=p.size // p.shape[0]) for p in parameters]
+        by_rank = [{n: size for one in each for n, size in one.by_rank[rank].items()} for rank in range(ranks)]
+        return Shards(by_rank, sum(one.full for one in each))
+    spans = _spans(parameters, align if cut == "aligned" else 1)
+    return _chunks(spans, max((stop for _, stop in spans.values()), default=0), ranks)
 
 
-def owned(parameters: Sequence[Parameter], shards: int, rank: int, cut: Cut) -> int:
-    """Elements that lie on `rank` (of `shards`), without padding."""
-    if cut == "tensors":
-        return sum(p.size for p in partition(parameters, shards)[rank])
-    chunks = [(p.size, padded(p, shards, cut) // shards) for p in parameters]
-    return sum(min(max(size - rank * chunk, 0), chunk) for size, chunk in chunks)
+def _size(parameters: Sequence[Parameter]) -> int:
+    """Elements without padding."""
+    return sum(p.size for p in parameters)
+
+
+def _spans(parameters: Sequence[Parameter], align: int) -> dict[str, tuple[int, int]]:
+    """(start, stop) of tensors laid end to end, each at the next multiple of `align`."""
+    spans, end = {}, 0
+    for parameter in parameters:
+        start = math.ceil(end / align) * align
+        end = start + parameter.size
+        spans[parameter.name] = (start, end)
+    return spans
+
+
+def _chunks(spans: dict[str, tuple[int, int]], total: int, ranks: int, row: int = 1) -> Shards:
+    """`total` elements in one equal chunk per rank, cut at multiples of `row`."""
+    chunk = math.ceil(total / (row * ranks)) * row
+    limits = [(rank * chunk, (rank + 1) * chunk) for rank in range(ranks)]
+    by_rank = [{n: max(0, min(stop, high) - max(start, low)) for n, (start, stop) in spans.items()} for low, high in limits]
+    return Shards(by_rank, chunk * ranks)
 
 
 def partition(parameters: Sequence[Parameter], ranks: int) -> list[list[Parameter]]:
-    """Whole parameters per rank: largest first, each to the rank with the fewest elements (the first of equals)."""
+    """Whole parameters per rank: largest first, each to the rank with the fewest elements (the first of equals).
+
+    ZeroRedundancyOptimizer does so for one parameter group after the other, which is the same if no parameter of a later
+    group is larger than one of an earlier group.
+    """
     parts: list[list[Parameter]] = [[] for _ in range(ranks)]
     for parameter in sorted(parameters, key=lambda p: p.size, reverse=True):
-        min(parts, key=lambda part: sum(p.size for p in part)).append(parameter)
+        min(parts, key=_size).append(parameter)
     return parts
 
 
@@ -216,8 +250,8 @@ class LedgerInput:
 
     world = shard · replicate ranks. microbatches: times per update that each rank runs forward and backward (ranks with
     fewer micro-batches are padded with empty ones where the algorithm communicates in each). gather, reduce: dtypes
-    of weights and of gradients on the wire. root: names of parameters held by the outermost wrapped module itself.
-    unused: names of trained parameters that no forward pass touches.
+    of weights and of gradients on the wire. units: names of the parameters of each module that is wrapped on its own;
+    all others are the root's. unused: names of trained parameters that no forward pass touches.
     """
 
     parameters: tuple[Parameter, ...]
@@ -226,16 +260,16 @@ class LedgerInput:
     microbatches: int = 1
     gather: str = "float32"
     reduce: str = "float32"
-    cut: Cut = "flat"
-    root: frozenset[str] = frozenset()
+    cut: Cut = "tensors"
+    units: tuple[frozenset[str], ...] = ()
     unused: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         _whole(1, shard=self.shard, replicate=self.replicate)
         _whole(0, microbatches=self.microbatches)
-        unknown = (self.root | self.unused) - {p.name for p in self.parameters}
+        unknown = self.inner.union(self.unused) - {p.name for p in self.parameters}
         if unknown:
-            raise ValueError(f"root, unused: no parameter {', '.join(sorted(unknown))}")
+            raise ValueError(f"units, unused: no parameter {', '.join(sorted(unknown))}")
 
     @property
     def world(self) -> int:
@@ -245,13 +279,46 @@ class LedgerInput:
     def trained(self) -> tuple[Parameter, ...]:
         return tuple(p for p in self.parameters if p.trained)
 
-    def whole(self, parameters: Sequence[Parameter]) -> int:
-        """Elements without padding."""
-        return sum(p.size for p in parameters)
+    @property
+    def touched(self) -> tuple[Parameter, ...]:
+        """Parameters that have a gradient."""
+        return tuple(p for p in self.trained if p.name not in self.unused)
+
+    @property
+    def inner(self) -> frozenset[str]:
+        """Names of the parameters that are not the root's."""
+        return frozenset().union(*self.units)
+
+    @property
+    def reduced(self) -> tuple[Parameter, ...]:
+        """What the gradients that are reduced cover: all that is trained, with zeros for what has no gradient.
+
+        fully_shard (rows) leaves out what has no gradient; FullyShardedDataParallel (aligned) reduces whole units.
+        """
+        if self.cut == "rows":
+            return self.touched
+        if self.cut != "aligned":
+            return self.trained
+        units = self.split(self.parameters)
+        return tuple(p for unit in units if any(p.trained for p in unit) for p in unit)
+
+    def split(self, parameters: Sequence[Parameter]) -> list[list[Parameter]]:
+        """Parameters by unit, the root last."""
+        names = [*self.units, {p.name for p in self.parameters} - self.inner]
+        return [[p for p in parameters if p.name in unit] for unit in names]
 
     def full(self, parameters: Sequence[Parameter]) -> int:
         """Elements of tensors that are gathered or reduced over the shard group, padding included."""
-        return sum(padded(p, self.shard, self.cut) for p in parameters)
+        return sum(unit.full for unit in self._shards(parameters))
+
+    def owned(self, parameters: Sequence[Parameter], rank: int, counted: Sequence[Parameter]) -> int:
+        """Elements of the `counted` among the parameters that lie on `rank` if all are sharded, without padding."""
+        local = [unit.by_rank[rank % self.shard] for unit in self._shards(parameters)]
+        return sum(own.get(p.name, 0) for own in local for p in counted)
+
+    def _shards(self, parameters: Sequence[Parameter]) -> list[Shards]:
+        align = ALIGNMENT // ITEM_BYTES[self.gather]
+        return [shards_of(unit, self.shard, self.cut, align) for unit in self.split(parameters)]
 
 
 @dataclass(frozen=True)
@@ -277,73 +344,61 @@ def sent_bytes(expected: Expected) -> Fraction:
     return sum((_SENT[operation](p.size, p.ranks) for operation, p in expected.items()), start=Fraction(0))
 
 
-def _all_reduce(given: LedgerInput) -> Expected:
+def _all_reduce(given: LedgerInput, times: int = 1) -> Expected:
     """Data parallelism with no_sync: trained gradients once per update, however many micro-batches."""
-    return {"all_reduce": Payload(given.whole(given.trained), given.reduce, given.world)}
+    return {"all_reduce": Payload(times * given.full(given.reduced), given.reduce, given.world)}
 
 
 def _all_reduce_per_microbatch(given: LedgerInput) -> Expected:
     """Data parallelism that synchronizes in every backward pass."""
-    elements = given.microbatches * given.whole(given.trained)
-    return {"all_reduce": Payload(elements, given.reduce, given.world)}
+    return _all_reduce(given, given.microbatches)
 
 
-def _reduce_scatter(given: LedgerInput, times: int) -> Payload:
-    return Payload(times * given.full(given.trained), given.reduce, given.shard)
+def _scatter(given: LedgerInput, times: int) -> Expected:
+    """Gradients reduced to their owners `times` times; the shards are then all-reduced over their replicas, if any."""
+    elements = times * given.full(given.reduced)
+    scattered = {"reduce_scatter": Payload(elements, given.reduce, given.shard)}
+    if given.replicate == 1:
+        return scattered
+    return scattered | {"all_reduce": Payload(elements // given.shard, given.reduce, given.replicate)}
 
 
-def _all_gather(given: LedgerInput, elements: int) -> Payload:
-    return Payload(elements, given.gather, given.shard)
+def _gather(given: LedgerInput, elements: int) -> Expected:
+    return {"all_gather": Payload(elements, given.gather, given.shard)}
 
 
 def _zero1_reduce_scatter(given: LedgerInput) -> Expected:
     """Accumulated gradients are scattered once; the weights that the optimizer changed are gathered."""
-    gathered = _all_gather(given, given.full(given.trained))
-    return {"reduce_scatter": _reduce_scatter(given, 1), "all_gather": gathered}
+    return _scatter(given, 1) | _gather(given, given.full(given.trained))
 
 
 def _zero1_all_reduce(given: LedgerInput) -> Expected:
-    """torch's ZeroRedundancyOptimizer under DDP: every parameter, frozen ones too, is broadcast by its owner."""
-    broadcast = Payload(given.whole(given.parameters), given.gather, given.world)
-    return {**_all_reduce(given), "broadcast": broadcast}
+    """torch's ZeroRedundancyOptimizer under DDP: every parameter it was given is broadcast by its owner."""
+    return _all_reduce(given) | {"broadcast": Payload(given.full(given.trained), given.gather, given.world)}
 
 
 def _zero2(given: LedgerInput) -> Expected:
     """Full gradients are never kept, so that they are scattered in every micro-batch; weights are gathered once."""
-    gathered = _all_gather(given, given.full(given.trained))
-    return {"reduce_scatter": _reduce_scatter(given, given.microbatches), "all_gather": gathered}
+    return _scatter(given, given.microbatches) | _gather(given, given.full(given.trained))
 
 
 def _zero3(given: LedgerInput) -> Expected:
-    """Every micro-batch gathers all weights for the forward pass and again for the backward pass."""
-    gathered = _all_gather(given, 2 * given.microbatches * given.full(given.parameters))
-    return {"reduce_scatter": _reduce_scatter(given, given.microbatches), "all_gather": gathered}
-
-
-def _fsdp_reduce_scatter(given: LedgerInput) -> Payload:
-    """In every micro-batch; fully_shard leaves out parameters without a gradient, where others reduce zeros."""
-    reduced = [p for p in given.trained if p.name not in given.unused]
-    return Payload(given.microbatches * given.full(reduced), given.reduce, given.shard)
+    """Every micro-batch gathers all weights, frozen ones too, for the forward pass and again for the backward pass."""
+    gathered = 2 * given.microbatches * given.full(given.parameters)
+    return _scatter(given, given.microbatches) | _gather(given, gathered)
 
 
 def _fsdp_full(given: LedgerInput) -> Expected:
-    """fully_shard: as zero3, except that the root's own parameters stay gathered from forward to backward."""
-    inner = [p for p in given.parameters if p.name not in given.root]
-    elements = given.full(given.parameters) + given.full(inner)
-    gathered = _all_gather(given, given.microbatches * elements)
-    return {"reduce_scatter": _fsdp_reduce_scatter(given), "all_gather": gathered}
+    """As zero3, except that the root's own parameters stay gathered from forward to backward (FSDP and fully_shard)."""
+    inner = [p for p in given.parameters if p.name in given.inner]
+    gathered = given.microbatches * (given.full(given.parameters) + given.full(inner))
+    return _scatter(given, given.microbatches) | _gather(given, gathered)
 
 
 def _fsdp_grad_op(given: LedgerInput) -> Expected:
-    """fully_shard with reshard_after_forward=False: weights stay gathered from forward to backward."""
-    gathered = _all_gather(given, given.microbatches * given.full(given.parameters))
-    return {"reduce_scatter": _fsdp_reduce_scatter(given), "all_gather": gathered}
-
-
-def _hsdp(given: LedgerInput) -> Expected:
-    """fsdp-full within each shard group, and an all-reduce of each rank's scattered gradients over the replicas."""
-    scattered = _fsdp_reduce_scatter(given).elements // given.shard
-    return {**_fsdp_full(given), "all_reduce": Payload(scattered, given.reduce, given.replicate)}
+    """SHARD_GRAD_OP, reshard_after_forward=False: all weights stay gathered from forward to backward."""
+    gathered = given.microbatches * given.full(given.parameters)
+    return _scatter(given, given.microbatches) | _gather(given, gathered)
 
 
 EXPECTED: dict[str, Callable[[LedgerInput], Expected]] = {
@@ -355,33 +410,42 @@ EXPECTED: dict[str, Callable[[LedgerInput], Expected]] = {
     "zero3": _zero3,
     "fsdp-full": _fsdp_full,
     "fsdp-grad-op": _fsdp_grad_op,
-    "hsdp": _hsdp,
 }
-"""What one update communicates, by declared algorithm."""
+"""What one update communicates, by declared algorithm; with replicate > 1 in the hybrid form (HSDP)."""
 
 
 # -------------------------------------------------------------------------------------- persistent memory
 
+PARTS = ("weights", "gradients", "state")
 
-def persistent_bytes(given: LedgerInput, rank: int, sharded: frozenset[str], each: BytesPerParameter) -> dict[str, int]:
-    """Bytes that `rank` keeps between updates, padding and scalars (step counters) not counted.
 
-    sharded: which of "weights", "gradients", "state" are cut over the shard group, as `given.cut` says. Frozen
-    parameters have weights only. Ranks are numbered so that a shard group is consecutive.
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a rank keeps of one part: at least without padding, at most with it; whole: of the unsharded part."""
+
+    least: int
+    most: int
+    whole: int
+
+
+def persistent_bytes(given: LedgerInput, rank: int, sharded: frozenset[str], each: BytesPerParameter) -> dict[str, Kept]:
+    """What `rank` keeps from one micro-batch to the next, by part, scalars (step counters) not counted.
+
+    sharded: which of `PARTS` are cut over the shard group, as `given.cut` says. Frozen parameters have weights only.
+    Ranks are numbered so that a shard group is consecutive.
     """
-    unknown = sharded - {"weights", "gradients", "state"}
+    unknown = sharded - set(PARTS)
     if unknown or not 0 <= rank < given.world:
         raise ValueError(f"sharded {sorted(sharded)}, rank {rank} of {given.world}: no such part or rank")
-    parts = {
-        "weights": (given.parameters, each.weights),
-        "gradients": (given.trained, each.gradients),
-        "state": (given.trained, each.optimizer),
-    }
-    return {
-        part: size * (_local(given, kept, rank) if part in sharded else given.whole(kept))
-        for part, (kept, size) in parts.items()
-    }
+    sizes = {"weights": each.weights, "gradients": each.gradients, "state": each.optimizer}
+    return {part: _kept(given, rank, part, part in sharded, size) for part, size in sizes.items()}
 
 
-def _local(given: LedgerInput, parameters: Sequence[Parameter], rank: int) -> int:
-    return owned(parameters, given.shard, rank % given.shard, given.cut)
+def _kept(given: LedgerInput, rank: int, part: str, sharded: bool, size: int) -> Kept:
+    """`size` bytes per element. Flat vectors may keep room for padding and for what has no gradient."""
+    kept, laid = (given.parameters, given.parameters) if part == "weights" else (given.touched, given.reduced)
+    whole, most = _size(kept), given.full(laid)
+    if not sharded:
+        return Kept(size * whole, size * most, size * whole)
+    own = given.owned(laid, rank, kept)
+    return Kept(size * own, size * (own if given.cut == "tensors" else most // given.shard), size * whole)

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from equivtests.cases.case import Case, Semantics
-from equivtests.cases.windows import window_of
+from equivtests.cases.windows import empty_micro_batch, window_of
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ def rows_of(case: Case, update: int) -> Rows:
     """The window of `update` as one table, in (rank, micro-batch, row) order."""
     windows = [window_of(case, update, rank) for rank in range(case.layout.dp)]
     fed = [(r, k, b) for r, w in enumerate(windows) for k, b in enumerate(w.microbatches)]
-    if not fed:
-        raise IndexError(f"case {case.name!r}: window {update} has no micro-batch at all")
+    fed = fed or [(0, 0, empty_micro_batch(case))]
 
     def column(values: list[tuple[int, int]], dtype: type) -> np.ndarray:
         return np.concatenate([np.full(n, v, dtype=dtype) for v, n in values])

@@ -56,7 +56,7 @@ def gradients(
 ) -> Gradients:
     """Loss and gradients of the window of `update` at `weights`, returned in the dtype of the weights.
 
-    `draw`: updates made so far. `only_rank`: W times the part of one rank alone, which is what it holds before any reduction.
+    `draw`: updates made so far. `only_rank`: W times the part of one rank alone, what it holds before any reduction.
     """
     rows = rows_of(case, update)
     tokens, auxiliary = row_coefficients(rows, semantics)

@@ -44,13 +44,13 @@ HEADER = ["strategy", *COLUMNS, *RATIOS]
 
 def tally(plan: Plan, results: Iterable[dict[str, Any]]) -> list[Row]:
     """A row per strategy in the order of the plan. `results`: summaries as in the certificate."""
-    rows: dict[str, Row] = {}
+    rows = {name: Row(name) for name in plan.strategies}
     for run in plan.runs:
-        rows.setdefault(run.strategy.name, Row(run.strategy.name)).counts["declared"] += 1
+        rows[run.strategy.name].counts["declared"] += 1
     for left in plan.not_claimed:
-        rows.setdefault(left.strategy, Row(left.strategy)).counts["not claimed"] += 1
+        rows[left.strategy].counts["not claimed"] += 1
     for result in results:
-        row = rows.setdefault(result["strategy"], Row(result["strategy"]))
+        row = rows[result["strategy"]]
         row.counts["run"] += 1
         row.counts[COUNTED[Verdict(result["verdict"])]] += 1
         if not result["exact"]:

@@ -41,6 +41,8 @@ def native(name: str, **changes: Any) -> Strategy:
 class DDP(TorchAdapter):
     """DistributedDataParallel in the ways its documentation offers."""
 
+    model: DistributedDataParallel
+
     def claims(self) -> Claims:
         unused = NATIVE_FEATURES | {"conditional", "unused"}
         return Claims(
@@ -56,7 +58,7 @@ class DDP(TorchAdapter):
             framework=f"torch {torch.__version__}",
         )  # fmt: skip
 
-    def wrap(self, module: nn.Module) -> nn.Module:
+    def wrap(self, module: nn.Module) -> DistributedDataParallel:
         model = DistributedDataParallel(module, **OPTIONS[self.strategy])
         if self.strategy == "ddp-fp16-hook":
             model.register_comm_hook(None, fp16_compress_hook)
@@ -87,11 +89,13 @@ class DDP(TorchAdapter):
 class ZeroRedundancy(DDP):
     """DDP gradients with torch's ZeroRedundancyOptimizer: every parameter's state lives on one rank."""
 
+    optimizer: ZeroRedundancyOptimizer
+
     def claims(self) -> Claims:
         strategy = native("zero-redundancy", shards=frozenset({"state"}), algorithm="zero1-all-reduce")
         return Claims((strategy,), framework=f"torch {torch.__version__}")
 
-    def wrap(self, module: nn.Module) -> nn.Module:
+    def wrap(self, module: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(module)
 
     def synchronization(self, last: bool) -> AbstractContextManager[None]:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import CustomPolicy
 
-from equivtests.adapters.adapter import Claims
+from equivtests.adapters.adapter import Claims, KnownDivergence
 from equivtests.adapters.native.checkpoint import DistributedCheckpoint
-from equivtests.adapters.native.ddp import native
+from equivtests.adapters.native.ddp import NATIVE_FEATURES, native
 from equivtests.adapters.torch_adapter import Shown
-from equivtests.models.gpt import Block
 from equivtests.record.observation import Place
 
 SHARDING = {
@@ -25,36 +24,57 @@ SHARDING = {
     "fsdp1-hybrid": ShardingStrategy.HYBRID_SHARD,
 }
 ALL = frozenset({"weights", "gradients", "state"})
+ONE_SHARD = KnownDivergence(
+    case="*-one-shard-*",
+    quantity="gradient",
+    reason="a shard axis of size 1 turns HYBRID_SHARD into NO_SHARD, which does not reduce gradients over the copies",
+    link="https://github.com/pytorch/pytorch/issues/154888",
+)
+
+TRANSPOSED = KnownDivergence(
+    case="linear-transposed-*",
+    quantity="gradient",
+    reason="NO_SHARD with original parameters gives the gradient of a parameter that is not contiguous in wrong order",
+    link="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_flat_param.py",
+)
 
 
 class FSDP1(DistributedCheckpoint):
     """Flat parameters per wrapped block; original parameters stay visible as local views."""
 
     def claims(self) -> Claims:
+        whole: dict[str, Any] = {"cut": "aligned", "units": "layers"}
+        # Shards of a parameter that is not contiguous are intervals of its memory, which no place describes.
+        flat = whole | {"features": NATIVE_FEATURES - {"transposed"}}
         return Claims(
             (
-                native("fsdp1-full", shards=ALL, algorithm="fsdp-full"),
-                native("fsdp1-grad-op", shards=ALL, algorithm="fsdp-grad-op"),
-                native("fsdp1-no-shard", algorithm="all-reduce-per-microbatch"),
-                native("fsdp1-hybrid", shards=ALL, replicates=True, algorithm="hsdp"),
+                native("fsdp1-full", shards=ALL, algorithm="fsdp-full", **flat),
+                native("fsdp1-grad-op", shards=ALL, algorithm="fsdp-grad-op", **flat),
+                native("fsdp1-no-shard", algorithm="all-reduce-per-microbatch", known=(TRANSPOSED,), **whole),
+                native("fsdp1-hybrid", shards=ALL, replicates=True, algorithm="fsdp-full", known=(ONE_SHARD,), **flat),
             ),
             framework=f"torch {torch.__version__}",
         )
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        layout, options = self.case.layout, {}
-        if self.strategy == "fsdp1-hybrid":
-            options["device_mesh"] = self.ranks.mesh((layout.replicate, layout.shard), ("replicate", "shard"))
+        layers = units(module)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated, and certified all the same
             return FullyShardedDataParallel(
                 module,
                 sharding_strategy=SHARDING[self.strategy],
-                auto_wrap_policy=ModuleWrapPolicy({Block}),
+                auto_wrap_policy=CustomPolicy(lambda m: m in layers),
                 use_orig_params=True,
                 device_id=torch.device(self.ranks.device),
-                **options,
+                device_mesh=self.mesh(),
             )
+
+    def mesh(self) -> Any:
+        """With a mesh, sharded state dicts hold DTensors (ShardedTensors without rows cannot always be loaded)."""
+        layout = self.case.layout
+        if self.strategy == "fsdp1-hybrid":
+            return self.ranks.mesh((layout.replicate, layout.shard), ("replicate", "shard"))
+        return self.ranks.mesh((layout.dp,), ("shard",))
 
     def clip_gradients(self, limit: float, order: float) -> Tensor:
         return self.model.clip_grad_norm_(limit, order)
@@ -77,6 +97,11 @@ class FSDP1(DistributedCheckpoint):
         if not where.in_shard:
             return Place(shape, interval=(0, 0), replica=replica)
         return Place(shape, interval=(where.intra_param_start_idx, where.intra_param_end_idx + 1), replica=replica)
+
+
+def units(module: nn.Module) -> list[nn.Module]:
+    """The layers that are wrapped one by one, below the root."""
+    return list(getattr(module, "layers", []))
 
 
 def clean(name: str) -> str:

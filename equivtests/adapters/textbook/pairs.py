@@ -17,12 +17,6 @@ def pair_loss(embeddings: Tensor) -> Tensor:
     return (total * total).sum() - (embeddings * embeddings).sum()
 
 
-def gather_rows(rows: Tensor) -> Tensor:
-    """Rows of all ranks, in rank order; ranks may have unequal numbers of rows."""
-    counts = all_gather(torch.tensor([len(rows)], device=rows.device)).tolist()
-    return Gather.apply(rows, counts, dist.get_rank())
-
-
 class Gather(torch.autograd.Function):
     """Gather in the forward pass; the sum of all ranks' gradients, cut to the own rows, in the backward pass."""
 
@@ -39,3 +33,9 @@ class Gather(torch.autograd.Function):
         total = all_reduce(gradients[0].contiguous())
         start = sum(ctx.counts[: ctx.rank])
         return total[start : start + ctx.counts[ctx.rank]], None, None
+
+
+def gather_rows(rows: Tensor, gather: type[Gather] = Gather) -> Tensor:
+    """Rows of all ranks, in rank order; ranks may have unequal numbers of rows."""
+    counts = all_gather(torch.tensor([len(rows)], device=rows.device)).tolist()
+    return gather.apply(rows, counts, dist.get_rank())

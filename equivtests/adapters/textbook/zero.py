@@ -22,10 +22,10 @@ from equivtests.adapters.textbook.dp import SPANS, TEXTBOOK_FEATURES, TEXTBOOK_O
 from equivtests.adapters.textbook.flat import FlatLayout, Piece
 from equivtests.adapters.torch_adapter import Shown, TorchAdapter
 from equivtests.cases.windows import MicroBatch
-from equivtests.record.observation import Place
+from equivtests.record.observation import Observe, Place
 
 
-def zero_strategy(stage: int, shards: set[str], algorithm: str) -> Strategy:
+def zero_strategy(stage: int, shards: set[str], algorithm: str, extra: set[str] | None = None) -> Strategy:
     return Strategy(
         f"zero-{stage}",
         features=TEXTBOOK_FEATURES,
@@ -34,8 +34,9 @@ def zero_strategy(stage: int, shards: set[str], algorithm: str) -> Strategy:
         replicates=True,
         restores=True,
         shards=frozenset(shards),
-        observes=TEXTBOOK_OBSERVES,
+        observes=TEXTBOOK_OBSERVES | (extra or set()),
         algorithm=algorithm,
+        cut="flat",
     )
 
 
@@ -43,18 +44,21 @@ class Zero1(TorchAdapter):
     """Stage 1: gradients are reduced to their owner once per update, weights are gathered after the step."""
 
     def claims(self) -> Claims:
-        return Claims((zero_strategy(1, {"state"}, "zero1-reduce-scatter"),), framework="equivtests textbook")
+        return Claims((zero_strategy(1, {"state"}, "zero1-reduce-scatter", {"weight_norm"}),), framework="equivtests textbook")
 
     # ------------------------------------------------------------------ the shard
 
     def wrap(self, module: nn.Module) -> nn.Module:
         self.make_groups()
-        self.whole = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        self.whole = self.sharded_parameters(module)
         self.flat = FlatLayout(self.whole, self.shard_count)
         full = self.flat.flatten([p.detach() for _, p in self.whole], self.whole[0][1].detach())
         self.shard = full.view(self.shard_count, -1)[self.shard_index].clone()
         self.pieces = [(piece, nn.Parameter(self.cut(self.shard, piece))) for piece in self.flat.pieces(self.shard_index)]
         return module
+
+    def sharded_parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in module.named_parameters() if p.requires_grad]
 
     def make_groups(self) -> None:
         layout = self.case.layout
@@ -89,9 +93,12 @@ class Zero1(TorchAdapter):
         return flat
 
     def reduce(self, flat: Tensor) -> Tensor:
-        """The own shard of the average over all ranks: summed in the shard group, then over its copies."""
-        shard = reduce_scatter(flat, self.shard_group)
-        return self.average(self.reduce_replicas(shard))
+        """The own shard of the average over all ranks."""
+        return self.average(self.add_ranks(flat))
+
+    def add_ranks(self, flat: Tensor) -> Tensor:
+        """The own shard of the sum: added up in the shard group, then over its copies."""
+        return self.reduce_replicas(reduce_scatter(flat, self.shard_group))
 
     def reduce_replicas(self, shard: Tensor) -> Tensor:
         return all_reduce(shard, self.replicate_group) if self.case.layout.replicate > 1 else shard
@@ -115,6 +122,19 @@ class Zero1(TorchAdapter):
         return all_reduce(own, self.shard_group)
 
     # ------------------------------------------------------------------ step
+
+    def advance(self, observe: Observe) -> None:
+        super().advance(observe)
+        self.show_weight_norm(observe)
+
+    def show_weight_norm(self, observe: Observe) -> None:
+        norm = torch.linalg.vector_norm(torch.cat([w.detach().double().flatten() for w in self.updated_weights()]))
+        here = Place((), replica=self.ranks.rank)
+        observe("weight_norm", "weight_norm", norm.cpu().numpy(), update=self.window.update, place=here)
+
+    def updated_weights(self) -> list[Tensor]:
+        """All weights after the step, whole, as this rank logs their norm."""
+        return list(self.module.parameters())
 
     def optimizer_step(self) -> None:
         self.optimizer.step()
@@ -177,16 +197,23 @@ class Zero2(Zero1):
     """Stage 2: gradients are reduced to their owner after every micro-batch; only the own shard is kept."""
 
     def claims(self) -> Claims:
-        return Claims((zero_strategy(2, {"state", "gradients"}, "zero2"),), framework="equivtests textbook")
+        return Claims((zero_strategy(2, {"state", "gradients"}, "zero2", {"weight_norm"}),), framework="equivtests textbook")
 
     def accumulate(self, batches: list[MicroBatch]) -> Tensor:
         self.gradient_shard = torch.zeros_like(self.shard)
         self.used: set[str] = set()
         return super().accumulate(batches)
 
+    def accumulated(self) -> list[Tensor]:
+        return [*super().accumulated(), self.gradient_shard]
+
     def after_backward(self, k: int) -> None:
         self.used |= {name for name, p in self.whole if p.grad is not None}
-        self.gradient_shard += self.reduce(self.local_gradient())
+        self.collect(self.local_gradient())
+
+    def collect(self, flat: Tensor) -> None:
+        """Add one micro-batch's gradient to the own shard of the window's."""
+        self.gradient_shard += self.reduce(flat)
 
     def synchronize(self) -> None:
         flags = any_rank([name in self.used for name, _ in self.whole], self.ranks.device)
@@ -229,6 +256,9 @@ class Zero3(Zero2):
 
     def publish(self) -> None:
         """Nothing: the whole weights exist only while they are used."""
+
+    def show_weight_norm(self, observe: Observe) -> None:
+        """Nothing: no rank holds all weights after the step."""
 
     def shown(self) -> Iterator[Shown]:
         """The own pieces of trained weights, and what is not trained (held whole by every rank)."""

@@ -1,0 +1,103 @@
+"""Making a failing case small: greedily take away what the failure does not need."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from equivtests.cases.case import Case, Layout, Optimizer, Precision, Windows
+from equivtests.cases.grid import fold, longest
+from equivtests.errors import CaseError
+
+ATTEMPTS = 400
+
+
+def shrink(case: Case, fails: Callable[[Case], bool], attempts: int = ATTEMPTS) -> Case:
+    """The smallest case found on which `fails` still holds, which it must for `case` itself.
+
+    Deterministic; every step keeps the first smaller case that still fails. `fails` is called at most `attempts` times.
+    """
+    left = attempts
+    progress = True
+    while progress:
+        progress = False
+        for candidate in candidates(case):
+            if left == 0:
+                return case
+            left -= 1
+            if fails(candidate):
+                case, progress = candidate, True
+                break
+    return case
+
+
+def candidates(case: Case) -> Iterator[Case]:
+    """Smaller cases, the largest steps first; malformed ones are left out."""
+    for changes in _changes(case):
+        try:
+            yield case.replace(**changes)
+        except CaseError:
+            continue
+
+
+def _changes(case: Case) -> Iterator[dict[str, object]]:
+    yield from _fewer_updates(case)
+    yield from _fewer_ranks(case)
+    yield from _simpler_parts(case)
+    yield from _smaller_model(case)
+    yield from _less_data(case)
+
+
+def _with_windows(windows: Windows) -> dict[str, object]:
+    return {"windows": windows, "accumulation": max(1, longest(windows))}
+
+
+def _fewer_updates(case: Case) -> Iterator[dict[str, object]]:
+    for u in reversed(range(case.updates)):
+        yield _with_windows(case.windows[:u] + case.windows[u + 1 :])
+
+
+def _fewer_ranks(case: Case) -> Iterator[dict[str, object]]:
+    for world in range(1, case.layout.dp):
+        if case.layout.replicate == 1 or world % case.layout.replicate == 0:
+            layout = Layout(world, case.layout.replicate)
+            yield _with_windows(fold(case.windows, world)) | {"layout": layout}
+
+
+def _simpler_parts(case: Case) -> Iterator[dict[str, object]]:
+    plain = Optimizer(lr=case.optimizer.lr)
+    simpler = [plain, dataclasses.replace(plain, clip=case.optimizer.clip, clip_norm=case.optimizer.clip_norm)]
+    simpler += [dataclasses.replace(case.optimizer, schedule=(1.0,)), dataclasses.replace(case.optimizer, weight_decay=0.0)]
+    yield from ({"optimizer": o} for o in simpler if o != case.optimizer)
+    if case.precision != Precision():
+        yield {"precision": Precision()}
+    if case.magnitude != 1.0:
+        yield {"magnitude": 1.0}
+
+
+def _smaller_model(case: Case) -> Iterator[dict[str, object]]:
+    model = case.model
+    for feature in model.features:
+        rest = tuple(f for f in model.features if f != feature)
+        yield {"model": dataclasses.replace(model, features=rest)}
+    for size, least in (("depth", 1), ("width", 2), ("outputs", 1), ("inputs", 2)):
+        value = getattr(model, size)
+        yield from ({"model": dataclasses.replace(model, **{size: v})} for v in {least, value // 2} if least <= v < value)
+
+
+def _less_data(case: Case) -> Iterator[dict[str, object]]:
+    for u, window in enumerate(case.windows):
+        for r, micros in enumerate(window):
+            for smaller in _fewer_micros(micros):
+                changed = window[:r] + (smaller,) + window[r + 1 :]
+                yield _with_windows(case.windows[:u] + (changed,) + case.windows[u + 1 :])
+
+
+def _fewer_micros(micros: tuple[tuple[int, ...], ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    for k, rows in enumerate(micros):
+        yield micros[:k] + micros[k + 1 :]
+        for i, tokens in enumerate(rows):
+            if len(rows) > 1:
+                yield micros[:k] + (rows[:i] + rows[i + 1 :],) + micros[k + 1 :]
+            if tokens > 1:
+                yield micros[:k] + (rows[:i] + (1,) + rows[i + 1 :],) + micros[k + 1 :]

@@ -1,0 +1,134 @@
+"""Hypothesis strategies for cases: every family, feature, optimizer and precision, in windows as irregular as they come."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from hypothesis import strategies as st
+
+from equivtests.cases.case import (
+    DOUBLE,
+    FEATURES,
+    Case,
+    Layout,
+    LossScale,
+    Model,
+    Optimizer,
+    Precision,
+    Semantics,
+    Windows,
+)
+from equivtests.cases.windows import window_of
+
+FAMILIES = ("chain", "linear", "mlp", "gpt")
+SINGLE = Precision()
+BFLOAT16 = Precision("float32", "bfloat16", "float32")
+FLOAT16_WIRE = Precision("float32", "float32", "float16")
+SCALED = Precision(loss_scale=LossScale())
+PRECISIONS = (SINGLE, DOUBLE, BFLOAT16, FLOAT16_WIRE, SCALED)
+SIMPLE_OPTIMIZERS = (Optimizer(lr=0.5), Optimizer("momentum", lr=0.125, momentum=0.75, weight_decay=0.0625))
+
+
+def features_of(family: str) -> list[str]:
+    return sorted(feature for feature, families in FEATURES.items() if family in families)
+
+
+@st.composite
+def models(draw: st.DrawFn, families: Iterable[str] = FAMILIES, leave_out: Iterable[str] = ()) -> Model:
+    """A tiny model of any family with any of its features."""
+    family = draw(st.sampled_from(tuple(families)))
+    usable = [f for f in features_of(family) if f not in leave_out]
+    features = draw(st.sets(st.sampled_from(usable), max_size=4)) if usable else set()
+    return Model(
+        family,
+        width=2 * draw(st.integers(1, 3)) if family == "gpt" else draw(st.integers(1, 7)),
+        depth=draw(st.integers(1 + (family == "mlp" and "frozen" in features), 2 if family == "gpt" else 3)),
+        inputs=draw(st.integers(2, 5)),
+        outputs=draw(st.integers(1, 3)),
+        vocabulary=draw(st.integers(13, 15)),
+        length=draw(st.integers(3, 5)) if family == "gpt" else draw(st.integers(8, 9)),
+        features=tuple(sorted(features)),
+    )
+
+
+@st.composite
+def windows(draw: st.DrawFn, ranks: int, length: int, updates: int, used: bool = False) -> Windows:
+    """Token counts with empty rows, empty micro-batches, ranks without rows and unequal numbers of micro-batches.
+
+    used: every window has a valid token.
+    """
+    rows = st.lists(st.integers(0, length), max_size=2).map(tuple)
+    rank = st.lists(rows, max_size=2).map(tuple)
+    window = st.lists(rank, min_size=ranks, max_size=ranks).map(tuple)
+    if used:
+        window = window.map(lambda w: w if any(n for r in w for m in r for n in m) else (((length, 1),), *w[1:]))
+    return tuple(draw(st.lists(window, min_size=updates, max_size=updates)))
+
+
+@st.composite
+def optimizers(draw: st.DrawFn) -> Optimizer:
+    name = draw(st.sampled_from(("sgd", "momentum", "adam", "adamw")))
+    adaptive = name in ("adam", "adamw")
+    return Optimizer(
+        name,
+        lr=2.0**-6 if adaptive else draw(st.sampled_from((0.125, 0.5))),
+        momentum=draw(st.sampled_from((0.5, 0.75))) if name == "momentum" else 0.0,
+        eps=2.0**-12,
+        weight_decay=draw(st.sampled_from((0.0, 0.0625, 0.5))),
+        decay_vectors=draw(st.booleans()),
+        schedule=draw(st.sampled_from(((1.0,), (0.5, 1.0, 0.25)))),
+        clip=draw(st.sampled_from((None, 2.0**-8, 0.25, 1e6))),
+        clip_norm=draw(st.sampled_from(("2", "inf"))),
+    )
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    families: Iterable[str] = FAMILIES,
+    leave_out: Iterable[str] = (),
+    precisions: Iterable[Precision] = PRECISIONS,
+    worlds: Iterable[int] = (1, 2, 3, 4),
+    updates: int = 3,
+    used: bool = False,
+) -> Case:
+    """Any small case; `leave_out`: features that are not drawn, `used`: no window is empty."""
+    model = draw(models(families, leave_out))
+    ranks = draw(st.sampled_from(tuple(worlds)))
+    drawn = draw(windows(ranks, model.length, draw(st.integers(1, updates)), used))
+    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
+    return Case(
+        "drawn",
+        model,
+        drawn,
+        Layout(ranks, draw(st.sampled_from(divisors))),
+        draw(optimizers()),
+        draw(st.sampled_from(tuple(precisions))),
+        accumulation=max(1, *(len(rank) for window in drawn for rank in window)),
+        magnitude=draw(st.sampled_from((1.0, 2.0**-20))),
+        seed=draw(st.integers(0, 50)),
+    )
+
+
+@st.composite
+def semantics(draw: st.DrawFn) -> Semantics:
+    """Any contract."""
+    fields = {f.name: f.type for f in dataclasses.fields(Semantics)}
+    values = {
+        "denominator": ("window", "microbatch", "rank", "rank-microbatch", "rows"),
+        "auxiliary": ("window", "microbatch", "rank", "rank-microbatch", "rows"),
+        "reduction": ("mean", "sum", "local"),
+        "accumulation": ("all", "last"),
+        "clip_scope": ("global", "none"),
+        "decay": ("declared", "all", "none"),
+        "empty_window": ("skip", "step"),
+    }
+    assert set(values) == set(fields)
+    return Semantics(**{name: draw(st.sampled_from(choices)) for name, choices in values.items()})
+
+
+def samples_of(case: Case) -> list[int]:
+    """Ids of all samples of a case, in reading order."""
+    feeds = [window_of(case, update, rank) for update in range(case.updates) for rank in range(case.layout.dp)]
+    return [int(i) for window in feeds for micro in window.microbatches for i in micro.ids]
