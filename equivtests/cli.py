@@ -12,7 +12,7 @@ from pathlib import Path
 from equivtests import __version__
 from equivtests.adapters.builtin import BUILTIN
 from equivtests.cases.case import Case, dumps, loads
-from equivtests.cases.fixture import find, read
+from equivtests.cases.fixture import Fixture, find, read
 from equivtests.cases.grid import GRID, TIERS
 from equivtests.chapters.certify import certify
 from equivtests.chapters.check_adapter import check_adapter
@@ -109,7 +109,7 @@ def run_case(options: argparse.Namespace) -> int:
 def runs_of(options: argparse.Namespace, case: Case) -> list[Run]:
     """The update runs of a case that the options choose. Raises AdapterError if there is none."""
     runs = [
-        Run("update", spec, strategy, case, claims.isolation == "case")
+        Run("update", spec, strategy, case, claims.isolation == "case", command=_command(options, strategy.name))
         for spec in options.adapter or BUILTIN
         for claims in [claims_of(spec)]
         for strategy in claims.strategies
@@ -122,6 +122,13 @@ def runs_of(options: argparse.Namespace, case: Case) -> list[Run]:
     if not runs:
         raise AdapterError(f"no strategy claims case {case.name!r}; `equivtests list` shows what is claimed")
     return runs
+
+
+def _command(options: argparse.Namespace, strategy: str) -> str:
+    """The command line that repeats one strategy of this one."""
+    adapters = "".join(f" --adapter {spec}" for spec in options.adapter)
+    verb = f"reproduce {options.fixture}" if hasattr(options, "fixture") else f"run {options.case}"
+    return f"python -m equivtests {verb}{adapters} --strategy {strategy}"
 
 
 def _pools(options: argparse.Namespace, runs: list[Run]) -> Pools:
@@ -144,11 +151,12 @@ def reproduce(options: argparse.Namespace) -> int:
     """With the fixture's own faulty adapter: 0 if the mistake shows. With --adapter: 0 if the adapter passes."""
     fixture = read(find(options.fixture))
     if options.adapter:
-        return _run_all(options, list(_claimed(options.adapter, options.strategy, fixture.case, fixture.chapter)))
+        return _run_all(options, list(_claimed(options, fixture)))
     strategy = next((s for s in claims_of(fixture.faulty).strategies if s.name == fixture.strategy), None)
     if strategy is None:
         raise CaseError(f"{options.fixture}: {fixture.faulty} has no strategy {fixture.strategy!r}")
-    run = Run(fixture.chapter, fixture.faulty, strategy, fixture.case)
+    command = f"python -m equivtests reproduce {options.fixture}"
+    run = Run(fixture.chapter, fixture.faulty, strategy, fixture.case, command=command)
     with closing(_pools(options, [run])) as pools:
         result = certify(pools, run)
     print(f"{fixture.name}: {fixture.mistake} ({fixture.source})")
@@ -159,18 +167,20 @@ def reproduce(options: argparse.Namespace) -> int:
     return 0 if shown else 1
 
 
-def _claimed(adapters: Iterable[str], names: list[str], case: object, chapter: str) -> Iterable[Run]:
+def _claimed(options: argparse.Namespace, fixture: Fixture) -> Iterable[Run]:
+    """Runs of a fixture's case by the adapters that the options name; what is not claimed is said."""
     found = 0
-    for spec in adapters:
+    for spec in options.adapter:
         for strategy in claims_of(spec).strategies:
-            reason = strategy.refusal(case)  # type: ignore[arg-type]
+            reason = strategy.refusal(fixture.case)
             if reason is not None:
                 print(f"NOT CLAIMED {strategy.name}: {reason}")
-            elif not names or strategy.name in names:
+            elif not options.strategy or strategy.name in options.strategy:
                 found += 1
-                yield Run(chapter, spec, strategy, case)  # type: ignore[arg-type]
+                command = _command(options, strategy.name)
+                yield Run(fixture.chapter, spec, strategy, fixture.case, command=command)
     if not found:
-        raise AdapterError(f"no strategy of {', '.join(adapters)} claims this case")
+        raise AdapterError(f"no strategy of {', '.join(options.adapter)} claims this case")
 
 
 def judge_record(options: argparse.Namespace) -> int:

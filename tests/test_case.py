@@ -20,7 +20,6 @@ from equivtests.cases.windows import Feed, decode_ids, empty_micro_batch, sample
 from equivtests.errors import CaseError
 from equivtests.reference.expectation import Expectation, expect
 
-torch.set_num_threads(1)
 PLAIN = Case("plain", Model("linear"), (((((3, 1),)), (((2,),))),), Layout(2))
 
 # ------------------------------------------------------------------------------------------------- JSON

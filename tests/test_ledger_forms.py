@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from equivtests.cases.case import Model
 from equivtests.cases.parameters import Parameter, parameters
 from equivtests.reference import ledger
-from equivtests.reference.ledger import EXPECTED, BytesPerParameter, LedgerInput, Payload
+from equivtests.reference.ledger import EXPECTED, BytesPerParameter, Kept, LedgerInput, Payload
 
 MODEL = tuple(parameters(Model("mlp", features=("bias", "frozen"))))  # (8, 5) frozen, (8,), (3, 8), (3,)
 FLOAT32_ADAM = BytesPerParameter(4, 4, 8)
@@ -76,7 +76,7 @@ BAD_INPUT = [
     lambda: ledger.shard_shape((4, 6), 1, 4),
     lambda: LedgerInput(MODEL, shard=0),
     lambda: LedgerInput(MODEL, shard=2, microbatches=-1),
-    lambda: LedgerInput(MODEL, shard=2, root=frozenset({"head"})),
+    lambda: LedgerInput(MODEL, shard=2, units=(frozenset({"head"}),)),
     lambda: LedgerInput(MODEL, shard=2, unused=frozenset({"head"})),
     lambda: ledger.persistent_bytes(LedgerInput(MODEL, 2), 2, frozenset(), FLOAT32_ADAM),
     lambda: ledger.persistent_bytes(LedgerInput(MODEL, 2), 0, frozenset({"optimizer"}), FLOAT32_ADAM),
@@ -107,27 +107,37 @@ def test_the_average_of_local_objectives_is_the_token_weighted_mean(ranks: list[
 # --------------------------------------------------------------------------------------- cutting tensors
 
 
-def test_padding_rules() -> None:
-    tensor = Parameter("w", (5, 3))
-    assert ledger.padded(tensor, 4, "flat") == 16
-    assert ledger.padded(tensor, 4, "rows") == 8 * 3
-    assert ledger.padded(tensor, 4, "tensors") == 15
-    assert [ledger.owned([tensor], 4, rank, "flat") for rank in range(4)] == [4, 4, 4, 3]
-    assert [ledger.owned([tensor], 4, rank, "rows") for rank in range(4)] == [6, 6, 3, 0]
-    assert [ledger.owned([tensor], 4, rank, "tensors") for rank in range(4)] == [15, 0, 0, 0]
+def local_sizes(shards: ledger.Shards) -> list[int]:
+    return [sum(own.values()) for own in shards.by_rank]
+
+
+PADDING: dict[ledger.Cut, tuple[int, list[int]]] = {
+    "tensors": (20, [15, 5, 0, 0]),
+    "flat": (20, [5, 5, 5, 5]),
+    "aligned": (24, [6, 6, 5, 3]),  # 15, one element of padding, 5, three to divide by four ranks
+    "rows": (8 * 3 + 8, [8, 8, 4, 0]),  # chunks of two rows, and of two elements
+}
+
+
+@pytest.mark.parametrize("cut", PADDING)
+def test_padding_rules(cut: ledger.Cut) -> None:
+    """A (5, 3) matrix and a vector of 5 on four ranks, by hand."""
+    shards = ledger.shards_of([Parameter("w", (5, 3)), Parameter("b", (5,))], 4, cut, align=4)
+    assert (shards.full, local_sizes(shards)) == PADDING[cut]
 
 
 shapes = st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3), min_size=1, max_size=5)
 
 
-@given(shapes, st.integers(1, 5), st.sampled_from(["flat", "rows", "tensors"]))
-def test_every_element_lies_on_one_rank(drawn: list[list[int]], shards: int, cut: ledger.Cut) -> None:
+@given(shapes, st.integers(1, 5), st.sampled_from(["tensors", "flat", "aligned", "rows"]))
+def test_every_element_lies_on_one_rank(drawn: list[list[int]], ranks: int, cut: ledger.Cut) -> None:
     tensors = [Parameter(str(i), tuple(shape)) for i, shape in enumerate(drawn)]
-    assert sum(ledger.owned(tensors, shards, rank, cut) for rank in range(shards)) == sum(p.size for p in tensors)
+    shards = ledger.shards_of(tensors, ranks, cut, align=4)
     for tensor in tensors:
-        full = ledger.padded(tensor, shards, cut)
-        assert full >= tensor.size and (cut == "tensors" or full % shards == 0)
-        assert ledger.padded(tensor, 1, cut) == tensor.size
+        assert sum(own.get(tensor.name, 0) for own in shards.by_rank) == tensor.size
+    assert shards.full >= sum(local_sizes(shards)) and (cut == "tensors" or shards.full % ranks == 0)
+    if cut != "aligned":
+        assert ledger.shards_of(tensors, 1, cut).full == sum(p.size for p in tensors)
 
 
 def test_whole_tensors_go_to_the_emptiest_rank() -> None:
@@ -137,25 +147,25 @@ def test_whole_tensors_go_to_the_emptiest_rank() -> None:
 
 # ----------------------------------------------------------------------------------- expected collectives
 
-FLAT = {"frozen": 40, "trained": 8 + 24 + 4}  # (3,) is padded to 4
-EXPECTED_OF_MODEL = {
-    "all-reduce": {"all_reduce": 35},
-    "all-reduce-per-microbatch": {"all_reduce": 3 * 35},
-    "zero1-reduce-scatter": {"reduce_scatter": 36, "all_gather": 36},
-    "zero1-all-reduce": {"all_reduce": 35, "broadcast": 75},
-    "zero2": {"reduce_scatter": 3 * 36, "all_gather": 36},
-    "zero3": {"reduce_scatter": 3 * 36, "all_gather": 3 * 2 * 76},
-    "fsdp-full": {"reduce_scatter": 3 * 36, "all_gather": 3 * 2 * 76},
-    "fsdp-grad-op": {"reduce_scatter": 3 * 36, "all_gather": 3 * 76},
-    "hsdp": {"reduce_scatter": 3 * 36, "all_gather": 3 * 2 * 76, "all_reduce": 3 * 9},
+EXPECTED_OF_MODEL: dict[str, tuple[ledger.Cut, dict[str, int]]] = {
+    "all-reduce": ("tensors", {"all_reduce": 35}),
+    "all-reduce-per-microbatch": ("tensors", {"all_reduce": 3 * 35}),
+    "zero1-reduce-scatter": ("flat", {"reduce_scatter": 36, "all_gather": 36}),
+    "zero1-all-reduce": ("tensors", {"all_reduce": 35, "broadcast": 35}),
+    "zero2": ("flat", {"reduce_scatter": 3 * 36, "all_gather": 36}),
+    "zero3": ("flat", {"reduce_scatter": 3 * 36, "all_gather": 3 * 2 * 76}),
+    # all of it is the root's: gathered once
+    "fsdp-full": ("rows", {"reduce_scatter": 3 * (36 + 8), "all_gather": 3 * (48 + 36)}),
+    "fsdp-grad-op": ("aligned", {"reduce_scatter": 3 * 76, "all_gather": 3 * 76}),
 }
 
 
 @pytest.mark.parametrize("algorithm", EXPECTED)
 def test_payload_of_three_microbatches_on_four_ranks(algorithm: str) -> None:
     """Counted by hand for a model with a frozen matrix and a bias that four ranks do not divide."""
-    expected = EXPECTED[algorithm](given_model(reduce="bfloat16"))
-    assert {operation: p.elements for operation, p in expected.items()} == EXPECTED_OF_MODEL[algorithm]
+    cut, elements = EXPECTED_OF_MODEL[algorithm]
+    expected = EXPECTED[algorithm](given_model(reduce="bfloat16", cut=cut))
+    assert {operation: p.elements for operation, p in expected.items()} == elements
     reduced = {"all_reduce", "reduce_scatter"}
     assert all(p.dtype == ("bfloat16" if operation in reduced else "float32") for operation, p in expected.items())
 
@@ -167,39 +177,45 @@ def test_synchronization_once_per_update_does_not_depend_on_accumulation(algorit
 
 def test_groups_of_replicated_shards() -> None:
     """Four ranks as two copies of two shards: the ring of each operation is its own group."""
-    expected = EXPECTED["hsdp"](given_model(shard=2, replicate=2, microbatches=1))
+    expected = EXPECTED["zero3"](given_model(cut="flat", shard=2, replicate=2, microbatches=1))
     assert expected["reduce_scatter"] == Payload(36, "float32", 2)
     assert expected["all_gather"] == Payload(2 * 76, "float32", 2)
     assert expected["all_reduce"] == Payload(18, "float32", 2)
 
 
-def test_hsdp_of_one_replica_sends_what_fsdp_sends() -> None:
-    full, hybrid = (EXPECTED[a](given_model()) for a in ("fsdp-full", "hsdp"))
-    assert ledger.sent_bytes(full) == ledger.sent_bytes(hybrid)
+INNER = frozenset({"layers.1.weight", "layers.1.bias"})  # 24 and 3 elements; the root keeps 40 (frozen) and 8
 
 
-def test_parameters_of_the_root_are_gathered_once() -> None:
-    """fully_shard does not reshard the root module's own parameters after the forward pass."""
-    root = frozenset({"layers.0.weight"})
-    gathered = EXPECTED["fsdp-full"](given_model(root=root, microbatches=1))["all_gather"].elements
-    assert gathered == 2 * 76 - FLAT["frozen"]
-    everything = frozenset(p.name for p in MODEL)
-    assert EXPECTED["fsdp-full"](given_model(root=everything)) == EXPECTED["fsdp-grad-op"](given_model())
+@pytest.mark.parametrize(("cut", "twice", "once"), [("aligned", 28, 48), ("rows", 32 + 4, 48)])
+def test_parameters_of_the_root_are_gathered_once(cut: ledger.Cut, twice: int, once: int) -> None:
+    """FSDP does not reshard the root module's own parameters after the forward pass. Rows: 3 of 8 become 4 of 8."""
+    given = given_model(cut=cut, units=(INNER,), microbatches=1)
+    assert EXPECTED["fsdp-full"](given)["all_gather"].elements == 2 * twice + once
+    alone = given_model(cut=cut)
+    assert EXPECTED["fsdp-full"](alone) == EXPECTED["fsdp-grad-op"](alone)
 
 
 def test_parameters_without_gradient_are_gathered_and_not_reduced_by_fully_shard() -> None:
     """DDP and ZeRO reduce zeros for them."""
-    unused = given_model(unused=frozenset({"layers.1.weight"}), microbatches=1)
-    for algorithm in ("fsdp-full", "fsdp-grad-op", "hsdp"):
-        assert EXPECTED[algorithm](unused)["reduce_scatter"].elements == 8 + 4
-        assert (
-            EXPECTED[algorithm](unused)["all_gather"] == EXPECTED[algorithm](given_model(microbatches=1))["all_gather"]
-        )
+    unused = frozenset({"layers.1.weight"})
+    for algorithm in ("fsdp-full", "fsdp-grad-op"):
+        with_all, without = (given_model(cut="rows", microbatches=1, unused=names) for names in (frozenset(), unused))
+        assert EXPECTED[algorithm](without)["reduce_scatter"].elements == 8 + 4
+        assert EXPECTED[algorithm](without)["all_gather"] == EXPECTED[algorithm](with_all)["all_gather"]
     for algorithm in ("all-reduce", "zero1-reduce-scatter", "zero2", "zero3"):
-        assert EXPECTED[algorithm](unused) == EXPECTED[algorithm](given_model(microbatches=1))
+        assert EXPECTED[algorithm](given_model(unused=unused)) == EXPECTED[algorithm](given_model())
 
 
-# what fully_shard of torch 2.13 was seen to issue, per micro-batch on four ranks, for this model
+def test_flat_units_with_a_trained_parameter_are_reduced_whole() -> None:
+    """FullyShardedDataParallel reduces one vector per unit, frozen parameters included, and no unit that is frozen."""
+    frozen, rest = frozenset({"layers.0.weight"}), frozenset({"layers.0.bias"})
+    mixed = given_model(cut="aligned", units=(INNER,), microbatches=1)
+    apart = given_model(cut="aligned", units=(INNER, frozen, rest), microbatches=1)
+    assert EXPECTED["fsdp-full"](mixed)["reduce_scatter"].elements == 28 + 48
+    assert EXPECTED["fsdp-full"](apart)["reduce_scatter"].elements == 28 + 8
+
+
+# what fully_shard of torch 2.13 was seen to issue, per micro-batch on four ranks, for this model, both layers wrapped
 SEEN = {
     "fsdp-full": {"reduce_scatter": 36 + 8, "all_gather": 2 * (48 + 36)},
     "fsdp-grad-op": {"reduce_scatter": 36 + 8, "all_gather": 48 + 36},
@@ -209,7 +225,8 @@ SEEN = {
 @pytest.mark.parametrize("algorithm", SEEN)
 def test_padding_of_rows_is_that_of_fully_shard(algorithm: str) -> None:
     """nn.Linear(5, 8) with frozen weight, nn.Linear(8, 3): the three rows of the second are padded to four."""
-    expected = EXPECTED[algorithm](given_model(cut="rows", microbatches=1))
+    everything = frozenset(p.name for p in MODEL)
+    expected = EXPECTED[algorithm](given_model(cut="rows", units=(everything,), microbatches=1))
     assert {operation: p.elements for operation, p in expected.items()} == SEEN[algorithm]
 
 
@@ -229,9 +246,13 @@ def test_narrow_gradients_send_fewer_bytes() -> None:
 def test_persistent_bytes_of_each_part() -> None:
     """Frozen parameters have no gradient and no state; the last of four ranks lacks the padded element."""
     cut = frozenset({"gradients", "state"})
-    first, last = (ledger.persistent_bytes(given_model(), rank, cut, FLOAT32_ADAM) for rank in (0, 3))
-    assert first == {"weights": 75 * 4, "gradients": 9 * 4, "state": 9 * 8}
-    assert last == {"weights": 75 * 4, "gradients": 8 * 4, "state": 8 * 8}
+    given = given_model(cut="flat")
+    first, last = (ledger.persistent_bytes(given, rank, cut, FLOAT32_ADAM) for rank in (0, 3))
+    assert first["gradients"] == Kept(least=9 * 4, most=9 * 4, whole=35 * 4)
+    assert first["state"] == Kept(least=9 * 8, most=9 * 8, whole=35 * 8)
+    assert last["gradients"] == Kept(least=8 * 4, most=9 * 4, whole=35 * 4)
+    assert last["state"] == Kept(least=8 * 8, most=9 * 8, whole=35 * 8)
+    assert first["weights"] == last["weights"] == Kept(least=75 * 4, most=76 * 4, whole=75 * 4)
 
 
 STAGES: dict[ledger.Stage, frozenset[str]] = {
@@ -243,13 +264,14 @@ STAGES: dict[ledger.Stage, frozenset[str]] = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("cut", ["flat", "rows"])
+@pytest.mark.parametrize("cut", ["flat", "aligned", "rows"])
 def test_layout_and_closed_form_agree_where_sizes_divide(stage: ledger.Stage, cut: ledger.Cut) -> None:
     """Two ways to the same bytes: rank by rank from the layout, and N · (whole + sharded / D)."""
     layout = LedgerInput((Parameter("a", (8, 3)), Parameter("b", (4,))), shard=4, cut=cut)
     for rank in range(4):
         kept = ledger.persistent_bytes(layout, rank, STAGES[stage], FLOAT32_ADAM)
-        assert sum(kept.values()) == ledger.state_bytes(stage, 28, FLOAT32_ADAM, 4)
+        assert sum(part.least for part in kept.values()) == ledger.state_bytes(stage, 28, FLOAT32_ADAM, 4)
+        assert all(part.least == part.most for part in kept.values())
 
 
 def test_replicas_keep_the_same_shards() -> None:

@@ -45,8 +45,8 @@ class Strategy:
     replicates: layouts with `replicate` > 1 are possible. shards: what is cut over the ranks: weights, gradients, state.
     arithmetic: "torch" if weights are updated by torch's for-loop or foreach optimizers (judged bitwise), else "own".
     observes: kinds that every run shows. algorithm: row of `reference.ledger.EXPECTED` that the collectives follow, or
-    None (not claimed). cut: how what is sharded is cut, as `reference.ledger.Cut` says. units: what is wrapped on its own:
-    the whole model, or every layer and the rest as the root.
+    None (not claimed). cut: how what is sharded is cut, as `reference.ledger.Cut` says. units: what is wrapped on its
+    own: the whole model, or every layer and the rest as the root.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """A torch training loop in small overridable steps: the base of the textbook and native adapters, and of yours.
 
-A strategy overrides `wrap` (put the framework around the module), `synchronize` (what makes gradients global) and, if it
-shards, `shown` (where each local tensor belongs). Everything else is one plain training loop.
+A strategy overrides `wrap` (put the framework around the module), `synchronize` (what makes gradients global) and, if
+it shards, `shown` (where each local tensor belongs). Everything else is one plain training loop.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class TorchAdapter(Adapter):
         return list(window.microbatches) + [empty_micro_batch(self.case)] * missing
 
     def accumulate(self, batches: list[MicroBatch]) -> Tensor:
-        """Forward and backward of all micro-batches; returns this rank's part of the loss (a mean over ranks is whole)."""
+        """Forward and backward of all micro-batches; returns a loss whose mean over ranks is the window's."""
         loss = torch.zeros((), dtype=torch.float64)
         for k, batch in enumerate(batches):
             loss += self.forward_backward(k, batch, last=k == len(batches) - 1).detach().double().cpu()

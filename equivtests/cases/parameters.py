@@ -38,12 +38,13 @@ def parameters(model: Model) -> list[Parameter]:
 
 
 def initial(case: Case) -> dict[str, np.ndarray]:
-    """Canonical initial weights, float64; every value is exact in float32."""
+    """Canonical initial weights, float64: number · scale + offset, rounded to float32 (which matters with an offset only)."""
     draw = numbers.ternary if case.exact else numbers.real
-    return {
+    drawn = {
         p.name: draw(case.seed, f"weight.{p.name}", p.shape) * (1.0 if case.exact else p.scale) + p.offset
         for p in parameters(case.model)
     }
+    return {name: value.astype(np.float32).astype(np.float64) for name, value in drawn.items()}
 
 
 def decays(case: Case, name: str) -> bool:

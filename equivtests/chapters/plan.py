@@ -52,6 +52,13 @@ def claims_of(spec: str) -> Claims:
     names = [s.name for s in claims.strategies]
     if not names or len(set(names)) != len(names):
         raise AdapterError(f"{spec}: claims() names {names or 'no strategy'}; give every strategy a name of its own")
+    for strategy in claims.strategies:
+        lower = sorted(p for p in strategy.precisions if "bfloat16" in p)
+        if lower and "float32" not in strategy.precisions:
+            raise AdapterError(
+                f"{spec}: strategy {strategy.name} claims {lower[0]} without float32: bfloat16 hides most mistakes, so it "
+                "is certified beside float32, never instead of it"
+            )
     return claims
 
 

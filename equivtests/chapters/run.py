@@ -12,17 +12,22 @@ from equivtests.ranks.job import Failure
 from equivtests.record.observation import Record
 
 Chapter = Literal["update", "restore", "ledger"]
+COUNTED = ("collectives", "bytes")  # what the ledger chapter judges, and no other
 
 
 @dataclass(frozen=True)
 class Run:
-    """One (strategy, case) in one chapter. adapter: "package.module:Class"."""
+    """One (strategy, case) in one chapter. adapter: "package.module:Class".
+
+    command: what repeats just this run, where that is not a selection of the suite's own grid.
+    """
 
     chapter: Chapter
     adapter: str
     strategy: Strategy
     case: Case
     isolated: bool = False
+    command: str = ""
 
     @property
     def id(self) -> str:
@@ -30,10 +35,12 @@ class Run:
 
     @property
     def known(self) -> KnownDivergence | None:
-        """The declared divergence that this case shows, if any."""
+        """The declared divergence that this case shows in this chapter, if any."""
         from fnmatch import fnmatch
 
-        return next((k for k in self.strategy.known if fnmatch(self.case.name, k.case)), None)
+        ledger = self.chapter == "ledger"
+        known = (k for k in self.strategy.known if fnmatch(self.case.name, k.case))
+        return next((k for k in known if k.quantity == "error" or (k.quantity in COUNTED) == ledger), None)
 
 
 @dataclass

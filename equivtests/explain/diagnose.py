@@ -133,13 +133,24 @@ def not_reduced(view: View, check: Check) -> Lines:
         yield "the ranks' mean is right: the reduction is missing"
     elif close(stacked.sum(axis=0), truth, view):
         yield "the ranks' sum is right: the reduction is missing"
-    rows = rows_of(view.case, check.update)
-    parts = {rank: of_rows(view, check.update, rows.rank == rank)[check.name] for rank in sorted(copies)}
-    own = [rank for rank, mine in parts.items() if close(copies[rank], mine, view)]
-    if own:
-        yield f"ranks {own} hold W times their own part of the gradient: it was not reduced on them"
-    else:
-        yield from partly_reduced(view, check, copies)
+    lines = list(own_parts(view, check, copies))
+    yield from lines or partly_reduced(view, check, copies)
+
+
+def own_parts(view: View, check: Check, copies: dict[int, np.ndarray]) -> Lines:
+    """Ranks that hold a multiple of their own part; ranks without any part say nothing."""
+    rows, world = rows_of(view.case, check.update), view.case.layout.dp
+    holders: dict[str, list[int]] = {}
+    for rank, copy in sorted(copies.items()):
+        mine = of_rows(view, check.update, rows.rank == rank)[check.name] / world
+        factor = multiple(view, copy.reshape(-1), mine.reshape(-1), float(np.linalg.norm(copy)))
+        name = named_factor(view.case, check.update, factor).removeprefix(" = ") if factor else ""
+        if name:
+            holders.setdefault(f"{name} times", []).append(rank)
+        elif factor and abs(factor - 1) < 1e-3:
+            holders.setdefault("just", []).append(rank)
+    for times, ranks in holders.items():
+        yield f"ranks {ranks} hold {times} their own part of the gradient: it was not reduced on them"
 
 
 def partly_reduced(view: View, check: Check, copies: dict[int, np.ndarray]) -> Lines:
@@ -203,8 +214,9 @@ def one_term(view: View, check: Check) -> Lines:
                 found.append((abs(math.log(factor)), factor, span))
         for distance, factor, span in sorted(found)[:1]:
             name = named_factor(view.case, check.update, factor)
-            scale = f"times {factor:.6g}{name}" if distance > 1e-3 else ""
-            yield f"all is right but {TERMS[term]}: it is {', '.join(filter(None, (SPANS.get(span, ''), scale)))}"
+            words = [f"it is {SPANS[span]}"] if span else []
+            words += [f"it counts {factor:.6g}{name} times"] if distance > 1e-3 else []
+            yield f"all is right but {TERMS[term]}: {', and '.join(words)}"
 
 
 def terms_of(view: View) -> list[str]:

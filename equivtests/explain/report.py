@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from equivtests.explain.diagnose import diagnose
 from equivtests.judge.check import Check, Judgement, Verdict
 from equivtests.judge.view import View
 from equivtests.ranks.job import Failure
+from equivtests.record.observation import KINDS
 
 if TYPE_CHECKING:
     from equivtests.chapters.run import Run
-
-SUITE_FILES = {"update": "test_update.py", "restore": "test_restore.py", "ledger": "test_ledger.py"}
-
 
 def explain(run: Run, view: View, judgement: Judgement) -> list[str]:
     """Lines about the first difference of a judged run."""
@@ -29,8 +28,10 @@ def explain(run: Run, view: View, judgement: Judgement) -> list[str]:
 
 
 def headline(run: Run, check: Check) -> str:
-    where = f"{check.quantity} of {check.name}" if check.name not in (check.quantity, "ids") else check.quantity
-    words = "differs first" if check.verdict is Verdict.FAIL else "cannot be told from rounding"
+    named = check.quantity == "bytes" or check.name not in (check.quantity, "ids", *KINDS)
+    where = f"{check.quantity} of {check.name}" if named else check.quantity
+    differ = "differ" if check.quantity.endswith("s") and check.quantity != "loss" else "differs"
+    words = f"{differ} first" if check.verdict is Verdict.FAIL else "cannot be told from rounding"
     return f"{run.strategy.name} on {run.case.name}: update {check.update}: {where} {words}"
 
 
@@ -59,10 +60,13 @@ def allowed(view: View, check: Check) -> float:
 
 def reproduce(run: Run) -> str:
     """One command line that runs just this case again."""
+    if run.command:
+        return run.command
     builtin = run.adapter.startswith("equivtests.adapters.")
     adapter = "" if builtin else f"--adapter {run.adapter} "
-    seed = f"--seed {run.case.seed} " if run.case.seed else ""
-    expression = f"{run.id}] and {run.chapter}"
+    seeded = re.search(r"-s(\d+)$", run.case.name)
+    seed = f"--seed {seeded[1]} " if seeded else ""
+    expression = f"[{run.id}] and {run.chapter}"
     return f'pytest --nproc {run.case.layout.world} --tier nightly {adapter}{seed}--pyargs equivtests -k "{expression}"'
 
 

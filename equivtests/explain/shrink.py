@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from equivtests.cases.case import Case, Layout, Optimizer, Precision, Windows
 from equivtests.cases.grid import fold, longest
 from equivtests.errors import CaseError
 
 ATTEMPTS = 400
+
+Changes = Mapping[str, Any]
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], attempts: int = ATTEMPTS) -> Case:
@@ -40,7 +43,7 @@ def candidates(case: Case) -> Iterator[Case]:
             continue
 
 
-def _changes(case: Case) -> Iterator[dict[str, object]]:
+def _changes(case: Case) -> Iterator[Changes]:
     yield from _fewer_updates(case)
     yield from _fewer_ranks(case)
     yield from _simpler_parts(case)
@@ -48,23 +51,23 @@ def _changes(case: Case) -> Iterator[dict[str, object]]:
     yield from _less_data(case)
 
 
-def _with_windows(windows: Windows) -> dict[str, object]:
+def _with_windows(windows: Windows) -> Changes:
     return {"windows": windows, "accumulation": max(1, longest(windows))}
 
 
-def _fewer_updates(case: Case) -> Iterator[dict[str, object]]:
+def _fewer_updates(case: Case) -> Iterator[Changes]:
     for u in reversed(range(case.updates)):
         yield _with_windows(case.windows[:u] + case.windows[u + 1 :])
 
 
-def _fewer_ranks(case: Case) -> Iterator[dict[str, object]]:
+def _fewer_ranks(case: Case) -> Iterator[Changes]:
     for world in range(1, case.layout.dp):
         if case.layout.replicate == 1 or world % case.layout.replicate == 0:
             layout = Layout(world, case.layout.replicate)
-            yield _with_windows(fold(case.windows, world)) | {"layout": layout}
+            yield {**_with_windows(fold(case.windows, world)), "layout": layout}
 
 
-def _simpler_parts(case: Case) -> Iterator[dict[str, object]]:
+def _simpler_parts(case: Case) -> Iterator[Changes]:
     plain = Optimizer(lr=case.optimizer.lr)
     simpler = [plain, dataclasses.replace(plain, clip=case.optimizer.clip, clip_norm=case.optimizer.clip_norm)]
     simpler += [dataclasses.replace(case.optimizer, schedule=(1.0,)), dataclasses.replace(case.optimizer, weight_decay=0.0)]
@@ -75,7 +78,7 @@ def _simpler_parts(case: Case) -> Iterator[dict[str, object]]:
         yield {"magnitude": 1.0}
 
 
-def _smaller_model(case: Case) -> Iterator[dict[str, object]]:
+def _smaller_model(case: Case) -> Iterator[Changes]:
     model = case.model
     for feature in model.features:
         rest = tuple(f for f in model.features if f != feature)
@@ -85,7 +88,7 @@ def _smaller_model(case: Case) -> Iterator[dict[str, object]]:
         yield from ({"model": dataclasses.replace(model, **{size: v})} for v in {least, value // 2} if least <= v < value)
 
 
-def _less_data(case: Case) -> Iterator[dict[str, object]]:
+def _less_data(case: Case) -> Iterator[Changes]:
     for u, window in enumerate(case.windows):
         for r, micros in enumerate(window):
             for smaller in _fewer_micros(micros):

@@ -26,9 +26,9 @@ def assemble(parts: list[Observation], world: int) -> Whole:
     Every copy (replica number) must cover every element exactly once, and all copies must be equal bit for bit. Partial
     values of all ranks are added up (or averaged).
     """
-    shapes = {part.place.shape for part in parts}
-    if len(shapes) > 1:
-        return Whole(np.zeros(()), f"ranks name different shapes of the whole: {sorted(shapes)}", parts[0].rank)
+    problem = _misfit(parts)
+    if problem:
+        return Whole(np.zeros(()), problem, parts[0].rank)
     if parts[0].place.partial:
         return _combine(parts, world)
     copies: dict[int, list[Observation]] = {}
@@ -39,10 +39,25 @@ def assemble(parts: list[Observation], world: int) -> Whole:
     return broken or _compare_copies(filled, [members for _, members in sorted(copies.items())])
 
 
+def _misfit(parts: list[Observation]) -> str:
+    """Why the parts cannot be of one tensor, or ""."""
+    shapes, dtypes = {part.place.shape for part in parts}, {part.dtype for part in parts}
+    if len(shapes) > 1:
+        return f"ranks name different shapes of the whole: {sorted(shapes)}"
+    if len(dtypes) > 1:
+        return f"ranks show different dtypes: {', '.join(sorted(dtypes))}"
+    combined = {(part.place.partial, part.place.partial and (part.place.box, part.place.interval)) for part in parts}
+    if len(combined) > 1:
+        return "ranks disagree on how their values combine (Place.partial, and where a partial value lies)"
+    return ""
+
+
 def _combine(parts: list[Observation], world: int) -> Whole:
-    if len(parts) != world:
-        seen = sorted(part.rank for part in parts)
-        return Whole(parts[0].values(), f"a partial value needs all {world} ranks, only ranks {seen} showed one", seen[0])
+    parts = sorted(parts, key=lambda part: part.rank)
+    seen = [part.rank for part in parts]
+    if seen != list(range(world)):
+        problem = f"a partial value needs all {world} ranks once, but ranks {seen} showed one"
+        return Whole(parts[0].values(), problem, seen[0])
     total = np.sum([part.values().astype(np.float64) for part in parts], axis=0)
     return Whole(total / world if parts[0].place.partial == "mean" else total)
 
@@ -90,7 +105,9 @@ def _compare_copies(filled: list[Whole], members: list[list[Observation]]) -> Wh
 
 def equal_bits(a: np.ndarray, b: np.ndarray) -> bool:
     """Equality of values, NaN equal to NaN; shapes and dtypes must agree."""
-    return a.shape == b.shape and a.dtype == b.dtype and bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return a.tobytes() == b.tobytes() or bool(np.array_equal(a, b, equal_nan=a.dtype.kind == "f"))
 
 
 def _disagreement(filled: list[Whole], members: list[list[Observation]]) -> str:

@@ -19,6 +19,7 @@ from equivtests.judge.tolerance import Distance, elementwise, equal, radius_floo
 from equivtests.judge.view import View
 from equivtests.reference import update as one
 from equivtests.reference.expectation import gradient_unit, layer_of, loss_unit, trained_names
+from equivtests.reference.forward import Weights
 from equivtests.reference.rows import rows_of
 
 Checks = Iterator[Check]
@@ -208,7 +209,7 @@ def stepping(check: Callable[[View, int], Checks]) -> Callable[[View, int], Chec
     return guarded
 
 
-def applied_under(view: View, update: int, semantics: Semantics) -> tuple[one.Weights, one.States]:
+def applied_under(view: View, update: int, semantics: Semantics) -> tuple[Weights, one.States]:
     """The reference optimizer on what was observed: weights, state, gradients and clip coefficient."""
     weights = view.tensors("weight", update)
     expected = view.expectation.steps[update]
@@ -250,7 +251,7 @@ def weight_update(view: View, update: int) -> Checks:
             yield view.compared("weight update", update, name, after.values, expected.numpy(), distance)
 
 
-def applied_once(view: View, update: int) -> tuple[one.Weights, one.States]:
+def applied_once(view: View, update: int) -> tuple[Weights, one.States]:
     key = f"applied.{update}"
     if key not in view.__dict__:
         view.__dict__[key] = applied_under(view, update, view.expectation.semantics)
@@ -350,12 +351,17 @@ def made(view: View, update: int) -> int:
     return sum(not step.skipped for step in view.expectation.steps[:update])
 
 
-PER_UPDATE: tuple[Callable[[View, int], Checks], ...] = (
-    initial_weights,
+COUNTERS: tuple[Callable[[View, int], Checks], ...] = (
     scalar("cursor", "cursor", lambda view, update: update),
     scalar("step", "step", made),
     scalar("random state", "random_state", made),
     scalar("loss scale", "loss_scale", loss_scale_of),
+)
+"""What counts updates; checked entering every update and after the last."""
+
+PER_UPDATE: tuple[Callable[[View, int], Checks], ...] = (
+    initial_weights,
+    *COUNTERS,
     samples,
     tokens,
     loss,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from equivtests.adapters.adapter import Strategy
 from equivtests.cases.case import Case
 from equivtests.judge.check import Check, Judgement, Verdict
-from equivtests.judge.checks import AT_THE_END, PER_UPDATE
+from equivtests.judge.checks import AT_THE_END, COUNTERS, PER_UPDATE
 from equivtests.judge.tolerance import THRESHOLD
 from equivtests.judge.view import View
 from equivtests.record.observation import Record
@@ -26,6 +26,7 @@ def judge(
         judgement.checks += found
         if failed(found):
             return judgement
+    judgement.checks += [check for counter in COUNTERS for check in counter(view, case.updates)]
     judgement.checks += [check for quantity in AT_THE_END for check in quantity(view)]
     return judgement
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from equivtests.judge.assemble import equal_bits
+from equivtests.judge.assemble import Whole, equal_bits
 from equivtests.judge.check import Check, Judgement, Verdict
 from equivtests.judge.judge import failed, judge
 from equivtests.judge.tolerance import equal
 from equivtests.judge.view import View
-from equivtests.record.observation import Observation
+from equivtests.record.observation import Observation, Place
 
 STATES = {
     "restored step": "step",
@@ -22,7 +24,7 @@ STATES = {
     "restored loss scale": "loss_scale",
     "restored schedule": "lr",
 }
-"""What has to survive, and the kind of observation that shows it; the cursor and the layout have checks of their own."""
+"""What has to survive, and the kind of observation that shows it; cursor and layout have checks of their own."""
 
 
 def judge_restored(whole: View, restored: View) -> Judgement:
@@ -52,45 +54,66 @@ def cursor(whole: View, restored: View, update: int) -> Iterator[Check]:
 
 def layout(whole: View, restored: View, update: int) -> Iterator[Check]:
     """Every rank holds the parts that it held: no other places, no other rank's shards."""
-    before, after = by_place(whole, update), by_place(restored, update)
-    moved = sorted(set(after) ^ set(before), key=str)
-    swapped = next((found for key in after if (found := other_owner(key, before, after)) is not None), None)
+    before, after = held(whole, update), held(restored, update)
+    moved = sorted(places(after) ^ places(before), key=str)
     if moved:
-        rank, kind, name = moved[0][:3]
+        rank, kind, name, _ = moved[0]
         detail = f"{kind} {name} of rank {rank} is cut otherwise than before saving"
         yield restored.failed("restored layout", update, name, detail, rank)
-    elif swapped is not None:
-        rank, owner, name = swapped
-        detail = f"rank {rank} holds what rank {owner} held before saving"
-        yield restored.failed("restored layout", update, name, detail, rank)
-    else:
-        yield Check("restored layout", update, "places", Verdict.PASS)
+        return
+    for (rank, kind), parts in after.items():
+        owner = other_owner(rank, kind, parts, before)
+        if owner is not None:
+            detail = f"rank {rank} holds the {WORDS[kind]} that rank {owner} held before saving"
+            yield restored.failed("restored layout", update, WORDS[kind], detail, rank)
+            return
+    yield Check("restored layout", update, "places", Verdict.PASS)
 
 
-Key = tuple[int, str, str, object]
+WORDS = {"weight": "weights", "state": "optimizer state"}
+Parts = dict[str, Observation]
+Held = dict[tuple[int, str], Parts]
+"""What each rank holds, by rank and kind: its parts by name, in the order it showed them."""
 
 
-def by_place(view: View, update: int) -> dict[Key, Observation]:
-    """Parts of weights that entered an update, by rank, kind, name and place."""
-    return {(o.rank, o.kind, o.name, o.place): o for o in view.observations("weight", update)}
+def held(view: View, update: int) -> Held:
+    found: Held = {}
+    for kind in WORDS:
+        for o in view.observations(kind, update):
+            found.setdefault((o.rank, kind), {})[o.name] = o
+    return found
 
 
-def other_owner(key: Key, before: dict[Key, Observation], after: dict[Key, Observation]) -> tuple[int, int, str] | None:
-    """(rank, previous owner, name) if a rank's part is not its own but equals that of another rank at another place."""
-    mine = after[key]
-    if key not in before or equal_bits(mine.array, before[key].array) or not mine.array.any():
+def places(holdings: Held) -> set[tuple[int, str, str, Place]]:
+    """Where the weights are cut. (Optimizer state may be absent; that is judged by name.)"""
+    weights = [o for (_, kind), parts in holdings.items() if kind == "weight" for o in parts.values()]
+    return {(o.rank, o.kind, o.name, o.place) for o in weights}
+
+
+def other_owner(rank: int, kind: str, parts: Parts, before: Held) -> int | None:
+    """The rank whose parts these were before saving, if they are not the rank's own."""
+    own = before.get((rank, kind))
+    if own is None or same_content(parts, own):
         return None
-    for other in before.values():
-        moved = other.rank != mine.rank and (other.place, other.name) != (mine.place, mine.name)
-        if moved and mine.array.size > 1 and prefix_equal(mine.array, other.array):
-            return mine.rank, other.rank, mine.name
-    return None
+    others = (o for o, k in before if k == kind and o != rank and same_content(parts, before[o, k]))
+    return next(others, None)
 
 
-def prefix_equal(a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether the shorter of two parts is how the longer one begins."""
-    n = min(a.size, b.size)
-    return n > 1 and bool(np.array_equal(a.reshape(-1)[:n], b.reshape(-1)[:n]))
+def same_content(mine: Parts, theirs: Parts) -> bool:
+    """Whether two ranks' parts have equal values as far as both go: laid end to end, or name by name."""
+    names = [(mine[n].array.reshape(-1), theirs[n].array.reshape(-1)) for n in mine if n in theirs]
+    return prefix_equal([(end_to_end(mine), end_to_end(theirs))]) or (len(names) == len(mine) and prefix_equal(names))
+
+
+def end_to_end(parts: Parts) -> np.ndarray:
+    return np.concatenate([o.array.reshape(-1) for o in parts.values()])
+
+
+def prefix_equal(pairs: list[tuple[np.ndarray, np.ndarray]]) -> bool:
+    """Whether in every pair the shorter array is how the longer one begins, and some pair has more than one element."""
+    sizes = [min(a.size, b.size) for a, b in pairs]
+    equal_values = all(np.array_equal(a[:n], b[:n]) for (a, b), n in zip(pairs, sizes, strict=True))
+    return equal_values and max(sizes, default=0) > 1
 
 
 def state(quantity: str, kind: str) -> Callable[[View, View, int], Iterator[Check]]:
@@ -99,17 +122,35 @@ def state(quantity: str, kind: str) -> Callable[[View, View, int], Iterator[Chec
     def stage(whole: View, restored: View, update: int) -> Iterator[Check]:
         for name in dict.fromkeys([*whole.names(kind, update), *restored.names(kind, update)]):
             before, after = whole.whole(kind, name, update), restored.whole(kind, name, update)
+            shown = quantity if name == kind else name
             if before is None:
-                yield restored.failed(quantity, update, name, "present, but there was none when it was saved")
+                yield restored.failed(quantity, update, shown, "present, but there was none when it was saved")
             elif after is None:
-                yield restored.failed(quantity, update, name, "did not survive: no rank has it after loading")
+                yield restored.failed(quantity, update, shown, "did not survive: no rank has it after loading")
             elif after.problem:
-                yield restored.failed(quantity, update, name, after.problem, after.rank)
+                yield restored.failed(quantity, update, shown, after.problem, after.rank)
             else:
                 distance = equal(after.values, before.values)
-                yield restored.compared(quantity, update, name, after.values, before.values, distance)
+                check = restored.compared(quantity, update, shown, after.values, before.values, distance)
+                origin = "" if check.verdict is Verdict.PASS else origin_of(whole, kind, name, update, after.values)
+                yield dataclasses.replace(check, detail="; ".join(filter(None, (check.detail, origin))))
 
     return stage
+
+
+def origin_of(whole: View, kind: str, name: str, update: int, values: np.ndarray) -> str:
+    """Where in the uninterrupted run restored values come from: another update, another tensor, or nowhere ("")."""
+    if values.ndim and not values.any():
+        return "all zero"
+    for at in whole.updates:
+        if at != update and same(whole.whole(kind, name, at), values):
+            return f"this is what update {at} had: {'saved too late' if at > update else 'not restored'}"
+    other = (n for n in whole.names(kind, update) if n != name and same(whole.whole(kind, n, update), values))
+    return "".join(f"this is {n}" for n in itertools.islice(other, 1)) if values.size > 1 else ""
+
+
+def same(whole: Whole | None, values: np.ndarray) -> bool:
+    return whole is not None and not whole.problem and equal_bits(whole.values, values)
 
 
 STAGES = (cursor, layout, *(state(quantity, kind) for quantity, kind in STATES.items()))

@@ -30,10 +30,14 @@ class Mutant:
 
     def run(self, strategy: Strategy) -> Run:
         """The run of the mutant itself."""
-        return Run(self.chapter, self.adapter, strategy, self.case)
+        return Run(self.chapter, self.adapter, strategy, self.case, command=self.command)
 
     def parent_run(self, strategy: Strategy) -> Run:
-        return Run(self.chapter, self.parent, strategy, self.case)
+        return Run(self.chapter, self.parent, strategy, self.case, command=self.command)
+
+    @property
+    def command(self) -> str:
+        return f'pytest --nproc {self.case.layout.world} --mutants --pyargs equivtests -k "[{self.name}]"'
 
 
 MUTANTS: dict[str, Mutant] = {}

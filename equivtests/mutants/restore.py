@@ -273,7 +273,7 @@ class ScheduleTimesMicroBatches(DataParallel):
             self.scheduler.step()
 
 
-# ---------------------------------------------------------------------------------------------- random state and buffers
+# ---------------------------------------------------------------------------------------------- dropout and buffers
 
 
 @mutant(

@@ -34,7 +34,8 @@ class WholeVectors(Zero1):
     def synchronize(self) -> None:
         super().synchronize()
         for _, parameter in self.vectors:
-            parameter.grad = all_reduce(parameter.grad).div_(self.ranks.world)
+            if parameter.grad is not None:
+                all_reduce(parameter.grad).div_(self.ranks.world)
 
     def gradient_norm(self, order: float) -> Tensor:
         """Squares of the shards added up over ranks, squares of the shared vectors once."""
@@ -66,7 +67,8 @@ class MainGradients(DataParallel):
 
     def after_backward(self, k: int) -> None:
         for name, parameter in self.trainable():
-            self.main[name] += parameter.grad
+            if parameter.grad is not None:
+                self.main[name] += parameter.grad
             parameter.grad = None
 
     def synchronize(self) -> None:
@@ -118,7 +120,7 @@ class LateWeights(Zero1):
 
     def wait_for(self, module: nn.Module) -> None:
         for parameter, value in self.arriving.pop(module, []):
-            parameter.data.copy_(value)  # .data: autograd does not see what arrives, as with a buffer filled from outside
+            parameter.data.copy_(value)  # .data: autograd does not see what arrives from outside
 
     def updated_weights(self) -> list[Tensor]:
         return [self.gathered]

@@ -74,7 +74,7 @@ ONE_PASS: Windows = (*PAIR, (((3, 8),), ((6,),)))
 HALVES: Windows = (*THREES, (((3, 8), (5,), (2,)), ((6,), (2,), (7, 1))), (((4,), (8, 5), (6,)), ((1, 7), (3,), (8,))))
 FOUR_RANKS: Windows = SPREAD + ((((3, 8),), ((6,),), ((1,),), ((8, 5),)),)
 QK_NORM = Model("gpt", depth=1, features=("bias", "qk_norm"))
-SQUARE = Model("mlp", width=5, depth=3, inputs=5, outputs=5)
+SQUARE = Model("mlp", width=5, inputs=5, outputs=5)
 
 CLIPPED_SHARDS = situation("clipped-shards", TINY_MLP, PAIR, CLIP)
 CLIPPED_COPIES = situation("clipped-copies", TINY_MLP, MESH, CLIP, replicate=2)

@@ -24,10 +24,10 @@ FOUR_MICRO_BATCHES = case("four-micro-batches", ODD_MLP, UNEQUAL)(2, 0)
 TWO_MOMENTS = case("two-moments", GPT, UNEQUAL, ADAM)(2, 0)
 
 
-def narrow_copy_into_wide(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def narrow_copy_into_wide(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """A compression hook whose narrow copy is written back into a float32 tensor before it is sent."""
     bucket.buffer().copy_(bucket.buffer().half())
-    return allreduce_hook(dist.group.WORLD, bucket)
+    return allreduce_hook(group, bucket)
 
 
 @mutant(
@@ -42,7 +42,7 @@ def narrow_copy_into_wide(state: object, bucket: dist.GradBucket) -> torch.futur
 class Fp16HookNoop(DDP):
     def wrap(self, module: nn.Module) -> DistributedDataParallel:
         model = DistributedDataParallel(module)
-        model.register_comm_hook(None, narrow_copy_into_wide)
+        model.register_comm_hook(dist.group.WORLD, narrow_copy_into_wide)
         return model
 
 
@@ -51,7 +51,7 @@ class Fp16HookNoop(DDP):
     strategy="fsdp2",
     case=TWO_MOMENTS,
     quantity="collectives",
-    source="huggingface/accelerate 1.15.0: an FSDP plugin on CPU ranks gives DistributedDataParallel, without a message",
+    source="huggingface/accelerate 1.15.0: an FSDP plugin on CPU ranks gives DistributedDataParallel without a message",
     mistake="the sharded wrapper is plain DDP: correct gradients, nothing is sharded",
     chapter="ledger",
 )
@@ -91,7 +91,7 @@ class Zero1KeepsAllState(Zero1):
     case=FOUR_MICRO_BATCHES,
     quantity="collectives",
     source="NVIDIA/cosmos-framework#161, Lightning-AI/pytorch-lightning#4092",
-    mistake="gradients are reduced in every micro-batch instead of once per update: same gradients, k times the traffic",
+    mistake="gradients are reduced in every micro-batch, not once per update: same gradients, k times the traffic",
     chapter="ledger",
 )
 class NoSyncIgnored(DDP):

@@ -178,9 +178,9 @@ Cut = Literal["tensors", "flat", "aligned", "rows"]
 """How the tensors of a unit are laid over ranks.
 
 tensors: whole tensors, largest first, each to the rank with the fewest elements so far (ZeroRedundancyOptimizer).
-flat: what is trained end to end in one vector, padded to a multiple of the ranks. aligned: the same for all that the unit
-holds, every tensor starting at a multiple of 16 bytes (FullyShardedDataParallel with use_orig_params). rows: each tensor
-in chunks along dimension 0, its number of rows padded to a multiple of the ranks (fully_shard).
+flat: what is trained end to end in one vector, padded to a multiple of the ranks. aligned: the same for all that the
+unit holds, every tensor starting at a multiple of 16 bytes (FullyShardedDataParallel with use_orig_params). rows: each
+tensor in chunks along dimension 0, its number of rows padded to a multiple of the ranks (fully_shard).
 """
 ALIGNMENT = 16  # bytes
 
@@ -224,16 +224,17 @@ def _spans(parameters: Sequence[Parameter], align: int) -> dict[str, tuple[int, 
 def _chunks(spans: dict[str, tuple[int, int]], total: int, ranks: int, row: int = 1) -> Shards:
     """`total` elements in one equal chunk per rank, cut at multiples of `row`."""
     chunk = math.ceil(total / (row * ranks)) * row
-    limits = [(rank * chunk, (rank + 1) * chunk) for rank in range(ranks)]
-    by_rank = [{n: max(0, min(stop, high) - max(start, low)) for n, (start, stop) in spans.items()} for low, high in limits]
+    by_rank = []
+    for low in range(0, ranks * chunk, chunk) if chunk else [0] * ranks:
+        by_rank.append({n: max(0, min(stop, low + chunk) - max(start, low)) for n, (start, stop) in spans.items()})
     return Shards(by_rank, chunk * ranks)
 
 
 def partition(parameters: Sequence[Parameter], ranks: int) -> list[list[Parameter]]:
     """Whole parameters per rank: largest first, each to the rank with the fewest elements (the first of equals).
 
-    ZeroRedundancyOptimizer does so for one parameter group after the other, which is the same if no parameter of a later
-    group is larger than one of an earlier group.
+    ZeroRedundancyOptimizer does so for one parameter group after the other, which is the same if no parameter of a
+    later group is larger than one of an earlier group.
     """
     parts: list[list[Parameter]] = [[] for _ in range(ranks)]
     for parameter in sorted(parameters, key=lambda p: p.size, reverse=True):
@@ -428,7 +429,9 @@ class Kept:
     whole: int
 
 
-def persistent_bytes(given: LedgerInput, rank: int, sharded: frozenset[str], each: BytesPerParameter) -> dict[str, Kept]:
+def persistent_bytes(
+    given: LedgerInput, rank: int, sharded: frozenset[str], each: BytesPerParameter
+) -> dict[str, Kept]:
     """What `rank` keeps from one micro-batch to the next, by part, scalars (step counters) not counted.
 
     sharded: which of `PARTS` are cut over the shard group, as `given.cut` says. Frozen parameters have weights only.

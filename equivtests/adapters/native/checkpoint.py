@@ -19,9 +19,7 @@ class DistributedCheckpoint(TorchAdapter):
     def load_tensors(self, directory: Path) -> None:
         saved = self.state_dicts()
         dcp.load(saved, checkpoint_id=directory / "sharded")
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
 
     def state_dicts(self) -> dict[str, dict]:
         model, optimizer = get_state_dict(self.model, self.optimizer)

@@ -42,6 +42,8 @@ TRANSPOSED = KnownDivergence(
 class FSDP1(DistributedCheckpoint):
     """Flat parameters per wrapped block; original parameters stay visible as local views."""
 
+    model: FullyShardedDataParallel
+
     def claims(self) -> Claims:
         whole: dict[str, Any] = {"cut": "aligned", "units": "layers"}
         # Shards of a parameter that is not contiguous are intervals of its memory, which no place describes.
@@ -87,7 +89,7 @@ class FSDP1(DistributedCheckpoint):
             if handle is None:
                 continue
             flat = handle.flat_param
-            for parameter, shape, where in zip(flat._params, flat._shapes, flat._shard_param_infos, strict=True):
+            for parameter, shape, where in zip(flat._params or [], flat._shapes, flat._shard_param_infos, strict=True):
                 yield names[id(parameter)], parameter, self.place(handle, tuple(shape), where)
 
     def place(self, handle: Any, shape: tuple[int, ...], where: Any) -> Place:

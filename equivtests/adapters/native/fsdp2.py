@@ -16,7 +16,6 @@ from equivtests.adapters.native.ddp import NATIVE_FEATURES, native
 from equivtests.adapters.native.fsdp1 import ALL, units
 from equivtests.adapters.torch_adapter import Shown
 
-
 EMPTY_SHARD = KnownDivergence(
     case="gpt-clip-inf-w3*",
     quantity="error",
@@ -26,12 +25,13 @@ EMPTY_SHARD = KnownDivergence(
 
 
 class FSDP2(DistributedCheckpoint):
-    """fully_shard on every block and on the root."""
+    """fully_shard on every layer and on the root."""
 
     def claims(self) -> Claims:
-        mixed = frozenset({"float32/bfloat16/float32"})
+        mixed = frozenset({"float32", "float32/bfloat16/float32"})
         features = NATIVE_FEATURES - {"transposed"}  # fully_shard refuses parameters that are not contiguous
-        sharded: dict[str, Any] = {"features": features, "known": (EMPTY_SHARD,), "shards": ALL, "cut": "rows", "units": "layers"}
+        sharded: dict[str, Any] = {"shards": ALL, "cut": "rows", "units": "layers"}
+        sharded |= {"features": features, "known": (EMPTY_SHARD,)}
         return Claims(
             (
                 native("fsdp2", algorithm="fsdp-full", **sharded),
@@ -53,7 +53,8 @@ class FSDP2(DistributedCheckpoint):
             options["reshard_after_forward"] = False  # the default: all but the root's own parameters
         for layer in units(module):
             fully_shard(layer, **options)
-        return fully_shard(module, **options)
+        fully_shard(module, **options)
+        return module
 
     def policy(self) -> MixedPrecisionPolicy:
         precision = self.case.precision

@@ -1,8 +1,8 @@
 """ZeRO stages 1, 2 and 3 from collectives (Rajbhandari et al., ZeRO, SC 2020, section 5).
 
-All trained parameters lie in one flat vector, cut over the ranks of a shard group. Every stage updates only the own shard;
-stage 2 keeps only the own shard of gradients, stage 3 only the own shard of weights. With `layout.replicate` > 1 the
-shards have copies in other groups, and the reduced gradients are added up over the copies as well.
+All trained parameters lie in one flat vector, cut over the ranks of a shard group. Every stage updates only the own
+shard; stage 2 keeps only the own shard of gradients, stage 3 only the own shard of weights. With `layout.replicate` > 1
+the shards have copies in other groups, and the reduced gradients are added up over the copies as well.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from equivtests.cases.windows import MicroBatch
 from equivtests.record.observation import Observe, Place
 
 
-def zero_strategy(stage: int, shards: set[str], algorithm: str, extra: set[str] | None = None) -> Strategy:
-    return Strategy(
+def zero_claims(stage: int, shards: set[str], algorithm: str, observes: frozenset[str] = TEXTBOOK_OBSERVES) -> Claims:
+    strategy = Strategy(
         f"zero-{stage}",
         features=TEXTBOOK_FEATURES,
         denominators=SPANS,
@@ -34,27 +34,28 @@ def zero_strategy(stage: int, shards: set[str], algorithm: str, extra: set[str] 
         replicates=True,
         restores=True,
         shards=frozenset(shards),
-        observes=TEXTBOOK_OBSERVES | (extra or set()),
+        observes=observes,
         algorithm=algorithm,
         cut="flat",
     )
+    return Claims((strategy,), framework="equivtests textbook")
 
 
 class Zero1(TorchAdapter):
     """Stage 1: gradients are reduced to their owner once per update, weights are gathered after the step."""
 
     def claims(self) -> Claims:
-        return Claims((zero_strategy(1, {"state"}, "zero1-reduce-scatter", {"weight_norm"}),), framework="equivtests textbook")
+        return zero_claims(1, {"state"}, "zero1-reduce-scatter", TEXTBOOK_OBSERVES | {"weight_norm"})
 
     # ------------------------------------------------------------------ the shard
 
     def wrap(self, module: nn.Module) -> nn.Module:
         self.make_groups()
         self.whole = self.sharded_parameters(module)
-        self.flat = FlatLayout(self.whole, self.shard_count)
+        self.flat = FlatLayout(list(self.whole), self.shard_count)
         full = self.flat.flatten([p.detach() for _, p in self.whole], self.whole[0][1].detach())
         self.shard = full.view(self.shard_count, -1)[self.shard_index].clone()
-        self.pieces = [(piece, nn.Parameter(self.cut(self.shard, piece))) for piece in self.flat.pieces(self.shard_index)]
+        self.pieces = [(p, nn.Parameter(self.cut(self.shard, p))) for p in self.flat.pieces(self.shard_index)]
         return module
 
     def sharded_parameters(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -197,7 +198,7 @@ class Zero2(Zero1):
     """Stage 2: gradients are reduced to their owner after every micro-batch; only the own shard is kept."""
 
     def claims(self) -> Claims:
-        return Claims((zero_strategy(2, {"state", "gradients"}, "zero2", {"weight_norm"}),), framework="equivtests textbook")
+        return zero_claims(2, {"state", "gradients"}, "zero2", TEXTBOOK_OBSERVES | {"weight_norm"})
 
     def accumulate(self, batches: list[MicroBatch]) -> Tensor:
         self.gradient_shard = torch.zeros_like(self.shard)
@@ -225,8 +226,7 @@ class Zero3(Zero2):
     """Stage 3: weights are gathered for the forward pass, freed, and gathered again for the backward pass."""
 
     def claims(self) -> Claims:
-        shards = {"state", "gradients", "weights"}
-        return Claims((zero_strategy(3, shards, "zero3"),), framework="equivtests textbook")
+        return zero_claims(3, {"state", "gradients", "weights"}, "zero3")
 
     def wrap(self, module: nn.Module) -> nn.Module:
         wrapped = super().wrap(module)
