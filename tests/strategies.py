@@ -83,7 +83,7 @@ def optimizers(draw: st.DrawFn, magnitude: float = 1.0) -> Optimizer:
         lr=2.0**-6 if adaptive else draw(st.sampled_from((0.125, 0.5))) / magnitude,
         momentum=draw(st.sampled_from((0.5, 0.75))) if name == "momentum" else 0.0,
         eps=2.0**-12,
-        weight_decay=draw(st.sampled_from((0.0, 0.0625, 0.5))),
+        weight_decay=draw(st.sampled_from((0.0, 0.0625, 0.5))) * (1.0 if adaptive else magnitude),
         decay_vectors=draw(st.booleans()),
         schedule=draw(st.sampled_from(((1.0,), (0.5, 1.0, 0.25)))),
         clip=None if clip is None else clip * magnitude,

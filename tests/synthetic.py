@@ -68,7 +68,7 @@ def _run(case: Case) -> Iterator[Value]:
             yield from (Value(kind, kind, update, np.array(x)) for kind, x in scalars.items())
             weights, states = one.apply(case, case.semantics, made, weights, found.values, coefficient, states)
             if found.hidden is not None:
-                mean = (mean + 0.25 * (found.hidden.numpy() - mean)).astype(mean.dtype)
+                mean = (mean + 0.25 * (found.hidden.double().numpy() - mean)).astype(mean.dtype)
             made += 1
         yield from _entering(case, update + 1, made, weights, states, mean)
 

@@ -178,6 +178,8 @@ def test_a_recorder_refuses_what_it_cannot_place() -> None:
         recorder("wieght", "w", np.ones(3), update=0)
     with pytest.raises(ValueError, match="array of 3 elements at a place of 4 elements"):
         recorder("weight", "w", np.ones(3), update=0, place=Place((4, 4), box=((0, 2), (1, 3))))
+    with pytest.raises(ValueError, match=r"interval \(2, 5\) does not lie in the shape \(2, 2\)"):
+        recorder("weight", "w", np.ones(3), update=0, place=Place((2, 2), interval=(2, 5)))
     assert recorder.observations == []
 
 

@@ -218,15 +218,19 @@ class TorchAdapter(Adapter):
             return
         norm = self.clip_gradients(limit, math.inf if self.case.optimizer.clip_norm == "inf" else 2.0).detach()
         here = Place((), replica=self.ranks.rank)
-        for kind, value in (("norm", norm), ("clip", coefficient(limit, norm))):
+        for kind, value in (("norm", norm), ("clip", self.clip_factor(limit, norm))):
             observe(kind, kind, value.double().cpu().numpy(), update=self.window.update, place=here)
 
     def clip_gradients(self, limit: float, order: float) -> Tensor:
         """Scale the gradients in place so that their norm does not exceed `limit`; returns the norm before."""
         norm = self.gradient_norm(order)
         for _, gradient, _ in self.gradients():
-            gradient.mul_(coefficient(limit, norm).to(gradient.dtype))
+            gradient.mul_(self.clip_factor(limit, norm).to(gradient.dtype))
         return norm
+
+    def clip_factor(self, limit: float, norm: Tensor) -> Tensor:
+        """What gradients are multiplied with: never more than 1."""
+        return coefficient(limit, norm)
 
     def gradient_norm(self, order: float) -> Tensor:
         """Norm of the whole model's gradient, each element counted once; a scalar tensor."""

@@ -63,19 +63,33 @@ def scalar(
         elif whole.problem:
             yield view.failed(quantity, update, kind, whole.problem, whole.rank)
         else:
-            wanted = np.array(expected(view, update))
-            error = abs(float(whole.values) - float(wanted))
-            size = unit(view) * abs(float(wanted))
-            ratio = 0.0 if error == 0 else (error / size if size else np.inf)
+            shown, wanted = number(view, kind, update), np.array(expected(view, update))
+            if shown is None:
+                yield view.failed(quantity, update, kind, f"has shape {whole.values.shape}, but it is one number")
+                return
+            error, size = abs(shown - float(wanted)), unit(view) * abs(float(wanted))
+            ratio = 0.0 if error == 0 else (error / size if size and np.isfinite(error) else np.inf)
             verdict = Verdict.PASS if ratio <= view.threshold else Verdict.FAIL
             yield view.compared(quantity, update, kind, whole.values, wanted, Distance(ratio, 0.0, verdict))
 
     return check
 
 
+def number(view: View, kind: str, update: int) -> float | None:
+    """The one number of a kind, or None if no rank showed it or it is not one number."""
+    whole = view.whole(kind, kind, update)
+    return None if whole is None or whole.values.size != 1 else float(whole.values.item())
+
+
 def samples(view: View, update: int) -> Checks:
     """The ids decoded from what reached the forward passes are those of the window, each once."""
     shown = view.observations("inputs", update)
+    sizes = rows_of(view.case, update).inputs.shape[1:]
+    misfit = next((o for o in shown if o.array.shape[1:] != sizes or o.array.ndim != 1 + len(sizes)), None)
+    if misfit is not None:
+        detail = f"inputs have shape {misfit.array.shape}, but rows of shape {sizes} were to be fed"
+        yield view.failed("samples", update, "ids", detail, misfit.rank)
+        return
     wanted = Counter(rows_of(view.case, update).ids.tolist())
     found = Counter(i for o in shown for i in decode_ids(view.case.model, o.values()).tolist())
     skipped = view.expectation.steps[update].skipped
@@ -99,7 +113,7 @@ def tokens(view: View, update: int) -> Checks:
         yield from view.absent("tokens", update, "tokens", "tokens")
         return
     wanted = view.case.tokens(update)
-    wrong = [o for o in shown if o.array.dtype.kind not in "iu" or int(o.array) != wanted]
+    wrong = [o for o in shown if o.array.dtype.kind not in "iu" or o.array.size != 1 or o.array.item() != wanted]
     if not wrong:
         yield Check("tokens", update, "tokens", Verdict.PASS)
         return
@@ -120,19 +134,23 @@ def loss(view: View, update: int) -> Checks:
     if whole.problem:
         yield view.failed("loss", update, "loss", whole.problem, whole.rank)
         return
-    truth = np.array(truth_at(view, update).loss)
+    shown, truth = number(view, "loss", update), np.array(truth_at(view, update).loss)
+    if shown is None:
+        yield view.failed("loss", update, "loss", f"has shape {whole.values.shape}, but it is one number")
+        return
     size = abs(float(truth))
     radius = max(view.expectation.loss_radius[update], loss_unit(view.case) * size)
-    distance = judge_tensor(view, whole.values, truth, radius, size)
-    yield view.compared("loss", update, "loss", whole.values, truth, distance)
+    distance = judge_tensor(view, np.array(shown), truth, radius, size)
+    yield view.compared("loss", update, "loss", np.array(shown), truth, distance)
 
 
 def truth_at(view: View, update: int) -> one.Gradients:
-    """The float64 gradients of the window at the observed weights."""
+    """The float64 gradients of the window at the observed weights (the reference's own where none fits)."""
     key = f"truth.{update}"
     if key not in view.__dict__:
-        observed = {n: w.double() for n, w in view.tensors("weight", update).items()}
-        view.__dict__[key] = view.expectation.gradients_at(update, observed)
+        own, observed = view.expectation.weights[update], view.tensors("weight", update)
+        fitting = {n: observed[n].double() for n, w in own.items() if n in observed and observed[n].shape == w.shape}
+        view.__dict__[key] = view.expectation.gradients_at(update, {**own, **fitting})
     return view.__dict__[key]
 
 
@@ -184,8 +202,8 @@ def observed_norm(view: View, update: int) -> float:
 
 def expected_clip(view: View, update: int) -> float:
     """The coefficient that follows from the observed norm."""
-    whole = view.whole("norm", "norm", update)
-    total = float(whole.values) if whole is not None else observed_norm(view, update)
+    shown = number(view, "norm", update)
+    total = observed_norm(view, update) if shown is None else shown
     return one.clip_coefficient(view.case, view.expectation.semantics, total)
 
 
@@ -215,12 +233,12 @@ def applied_under(view: View, update: int, semantics: Semantics) -> tuple[Weight
     expected = view.expectation.steps[update]
     if expected.skipped:
         return weights, states_of(view, update)
-    clip = view.whole("clip", "clip", update)
-    coefficient = expected_clip(view, update) if clip is None else float(clip.values)
+    clip, rate = number(view, "clip", update), number(view, "lr", update)
+    coefficient = expected_clip(view, update) if clip is None else clip
     coefficient = 1.0 if semantics.clip_scope == "none" else coefficient
-    rate = view.whole("lr", "lr", update)
-    used = expected.rate if rate is None else float(rate.values)
-    values = view.tensors("gradient", update)
+    used = expected.rate if rate is None else rate
+    found = view.tensors("gradient", update)
+    values = {n: g for n, g in found.items() if n in weights and g.shape == weights[n].shape}
     return one.apply(view.case, semantics, expected.steps, weights, values, coefficient, states_of(view, update), used)
 
 
@@ -280,18 +298,26 @@ def optimizer_state(view: View, update: int) -> Checks:
 
 def buffers(view: View, update: int) -> Checks:
     """Running means move by the mean over the rows of all ranks, and are the same on every rank."""
-    for name in view.names("buffer", update + 1):
+    names = dict.fromkeys([*view.names("buffer", update), *view.names("buffer", update + 1)])
+    if view.case.model.has("running") and not names:
+        yield from view.absent("buffer", update, "all", "buffer")
+    for name in names:
         after, before = view.whole("buffer", name, update + 1), view.whole("buffer", name, update)
         if after is None or before is None:
+            yield from view.absent("buffer", update, name, "buffer")
             continue
         if after.problem:
             yield view.failed("buffer", update, name, after.problem, after.rank)
             continue
         hidden = None if view.expectation.steps[update].skipped else truth_at(view, update).hidden
+        if hidden is not None and before.values.shape != tuple(hidden.shape):
+            yield view.failed("buffer", update, name, f"has shape {before.values.shape}, the activations {tuple(hidden.shape)}")
+            continue
         start = before.values.astype(np.float64)
         truth = start if hidden is None else start + 0.25 * (hidden.numpy() - start)
         norm = float(np.linalg.norm(truth))
-        distance = rounded(after.values, truth, view.eps * max(norm, 1e-3), max(norm, 1e-3), view.threshold)
+        scale = max(norm, 1e-3)
+        distance = rounded(after.values, truth, loss_unit(view.case) * scale, scale, view.threshold)
         yield view.compared("buffer", update, name, after.values, truth, distance)
 
 
@@ -304,9 +330,12 @@ def weight_norm(view: View, update: int) -> Checks:
     if whole.problem:
         yield view.failed("weight norm", update, "weight_norm", whole.problem, whole.rank)
         return
-    truth = np.array(one.norm(view.tensors("weight", update + 1), "2"))
-    distance = rounded(whole.values, truth, view.eps * float(truth), float(truth), view.threshold)
-    yield view.compared("weight norm", update, "weight_norm", whole.values, truth, distance)
+    shown, truth = number(view, "weight_norm", update), np.array(one.norm(view.tensors("weight", update + 1), "2"))
+    if shown is None:
+        yield view.failed("weight norm", update, "weight_norm", f"has shape {whole.values.shape}, but it is one number")
+        return
+    distance = rounded(np.array(shown), truth, view.eps * float(truth), float(truth), view.threshold)
+    yield view.compared("weight norm", update, "weight_norm", np.array(shown), truth, distance)
 
 
 def trajectory(view: View) -> Checks:
@@ -317,7 +346,8 @@ def trajectory(view: View) -> Checks:
         if whole is None or whole.problem:
             continue
         norm, moved = float(truth.norm()), float((truth - first[name]).norm())
-        radius = max(view.expectation.trajectory_radius.get(name, 0.0), view.eps * norm)
+        floor = max(view.eps * norm, gradient_unit(view.case) * moved)
+        radius = max(view.expectation.trajectory_radius.get(name, 0.0), floor)
         signal = moved if moved else norm
         yield view.compared(
             "trajectory", view.case.updates - 1, name, whole.values, truth.numpy(),

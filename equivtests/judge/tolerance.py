@@ -23,6 +23,8 @@ class Distance:
 
 def rounded(observed: np.ndarray, truth: np.ndarray, radius: float, signal: float, threshold: float) -> Distance:
     """The rounded lane: a norm over the tensor against the rounding radius (LAPACK's residual ratio)."""
+    if observed.shape != truth.shape:
+        return Distance(np.inf, 0.0, Verdict.FAIL)
     distance = float(np.linalg.norm(observed.astype(np.float64) - truth))
     ratio = distance / radius if radius > 0 else (0.0 if distance == 0 else np.inf)
     resolution = threshold * radius / signal if signal > 0 else 0.0
@@ -41,6 +43,8 @@ def equal(observed: np.ndarray, truth: np.ndarray) -> Distance:
 
 def elementwise(observed: np.ndarray, expected: np.ndarray, before: np.ndarray, eps: float, bitwise: bool) -> Distance:
     """The update stage: max |error| / (eps · max(|w|, |Δw|)) against 8, or against 0 where bits must agree."""
+    if not observed.shape == expected.shape == before.shape:
+        return Distance(np.inf, 0.0, Verdict.FAIL)
     error = np.abs(observed.astype(np.float64) - expected.astype(np.float64))
     scale = np.maximum(np.abs(before.astype(np.float64)), np.abs(expected.astype(np.float64) - before))
     unit = eps * np.maximum(scale, np.finfo(np.float32).tiny)

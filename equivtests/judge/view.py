@@ -51,7 +51,7 @@ class View:
     def tensors(self, kind: str, update: int) -> dict[str, torch.Tensor]:
         """All whole tensors of a kind that entered or belong to an update, in their own dtype."""
         found = {name: self.whole(kind, name, update) for name in self.names(kind, update)}
-        return {name: torch.from_numpy(np.ascontiguousarray(w.values)) for name, w in found.items() if w is not None}
+        return {name: torch.from_numpy(np.array(w.values, order="C")) for name, w in found.items() if w is not None}
 
     @property
     def updates(self) -> range:

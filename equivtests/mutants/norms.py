@@ -11,11 +11,11 @@ from equivtests.adapters.native.fsdp1 import FSDP1
 from equivtests.adapters.textbook.collectives import all_reduce
 from equivtests.adapters.textbook.dp import DataParallel
 from equivtests.adapters.textbook.zero import Zero3
-from equivtests.adapters.torch_adapter import coefficient
+from equivtests.adapters.torch_adapter import CLIP_EPS, coefficient
 from equivtests.cases.windows import MicroBatch
 from equivtests.mutants.mutant import mutant
 from equivtests.mutants.sharding import DividedLate, WholeVectors
-from equivtests.mutants.situations import CLIPPED_COPIES, CLIPPED_SCALED, CLIPPED_SHARDS, CLIPPED_THREES
+from equivtests.mutants.situations import CLIPPED_COPIES, CLIPPED_SCALED, CLIPPED_SHARDS, CLIPPED_THREES, LOOSE
 
 
 @mutant(
@@ -168,3 +168,18 @@ class NormOfScaled(DataParallel):
 
     def gradient_norm(self, order: float) -> Tensor:
         return self.early
+
+
+@mutant(
+    "clip-scales-up",
+    strategy="dp",
+    case=LOOSE,
+    quantity="clip coefficient",
+    source="DingfanChen/GS-WGAN#5; tinygrad/tinygrad#11761",
+    mistake="the clip coefficient is not limited to 1",
+)
+class ClipScalesUp(DataParallel):
+    """Gradients with a small norm are scaled up to the limit."""
+
+    def clip_factor(self, limit: float, norm: Tensor) -> Tensor:
+        return limit / (norm + CLIP_EPS)

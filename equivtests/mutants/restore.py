@@ -17,9 +17,10 @@ from equivtests.adapters.textbook.collectives import all_gather
 from equivtests.adapters.textbook.dp import DataParallel
 from equivtests.adapters.textbook.zero import Zero1, Zero2, Zero3
 from equivtests.cases.case import Case
-from equivtests.cases.windows import Window, window_of
+from equivtests.cases.windows import Feed, Window, window_of
 from equivtests.mutants.mutant import mutant
 from equivtests.mutants.situations import (
+    DROPOUT,
     GROWING_SCALE,
     MIDDLE,
     MIDDLE_DROPOUT,
@@ -294,6 +295,22 @@ class SeededAfterLoading(DataParallel):
 
 
 @mutant(
+    "sat-unequal-draws",
+    strategy="dp",
+    case=DROPOUT,
+    quantity="random state",
+    source="THUDM/SwissArmyTransformer#155",
+    mistake="ranks draw unequal numbers of random values while they set up",
+)
+class ExtraDraw(DataParallel):
+    """One rank builds something that the others do not, and its random state runs ahead."""
+
+    def setup(self, case: Case, ranks: Ranks) -> None:
+        super().setup(case, ranks)
+        self.stream.draw += int(ranks.rank == 1)
+
+
+@mutant(
     "fairseq2-buffers-rank0",
     strategy="dp",
     case=MIDDLE_RUNNING,
@@ -344,6 +361,25 @@ class ExhaustedLoader(DataParallel):
     def load(self, directory: Path) -> None:
         super().load(directory)
         self.feed.seek(self.case.updates)
+
+
+@mutant(
+    "lhotse-prefetch-position",
+    strategy="dp",
+    case=MIDDLE_SGD,
+    quantity="cursor",
+    source="lhotse-speech/lhotse#785",
+    mistake="the loader's position counts what was prefetched, not what was trained on",
+)
+class PrefetchCounted(DataParallel):
+    """The next window is drawn before the current one is used, so a checkpoint would skip it."""
+
+    def run(self, feed: Feed, observe: Observe) -> None:
+        self.show_state(observe, feed.position)
+        ahead = next(feed, None)
+        while ahead is not None:
+            window, ahead = ahead, next(feed, None)
+            self.update(window, observe)
 
 
 class Loader(DataParallel):

@@ -14,6 +14,7 @@ from equivtests.models.build import load_canonical
 from equivtests.mutants.mutant import mutant
 from equivtests.mutants.sharding import LateWeights, MainGradients, SecondCopy, TwoBuffers
 from equivtests.mutants.situations import (
+    BRANCH_UNUSED,
     COPIES_WITHOUT_SHARDS,
     EMPTY_SHARD,
     FOUR_RANKS_MLP,
@@ -264,6 +265,24 @@ class SharedCounter(Zero1):
         for _, p in self.trainable():
             optimizer.state[p] = {"step": counter, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         return optimizer
+
+
+@mutant(
+    "deepspeed-adam-step-unused",
+    strategy="dp",
+    case=BRANCH_UNUSED,
+    quantity="optimizer state",
+    source="deepspeedai/DeepSpeed#1823, #7819, #8471",
+    mistake="step counters of parameters that a window did not use advance with those of the others",
+)
+class CountersTogether(DataParallel):
+    """A parameter without a gradient keeps its moments, yet its counter takes the value of the others."""
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        counters = [state["step"] for state in self.optimizer.state.values()]
+        for counter in counters:
+            counter.fill_(max(counters))
 
 
 @mutant(

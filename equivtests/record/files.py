@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 from safetensors import SafetensorError
@@ -45,17 +45,18 @@ class Contents:
     strategy: Strategy
     world: int
     entries: tuple[Entry, ...]
-    device: str = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
 
 
 def write_record(directory: Path, case: Case, strategy: Strategy, record: Record) -> None:
     """Write a record directory (made if missing)."""
     directory.mkdir(parents=True, exist_ok=True)
     entries = tuple(Entry(o.kind, o.name, o.rank, o.update, o.place, o.dtype, o.microbatch) for o in record.observations)
-    contents = Contents(FORMAT, case, strategy, record.world, entries, record.device)
+    device = cast(Literal["cpu", "cuda"], record.device)
+    contents = Contents(FORMAT, case, strategy, record.world, entries, device)
     (directory / "record.json").write_text(json.dumps(to_json(contents), indent=1, sort_keys=True) + "\n")
     for rank in range(record.world):
-        arrays = {str(i): np.ascontiguousarray(o.array) for i, o in enumerate(record.observations) if o.rank == rank}
+        arrays = {str(i): np.asarray(o.array, order="C") for i, o in enumerate(record.observations) if o.rank == rank}
         save_file(arrays, directory / f"rank-{rank}.safetensors")
 
 
@@ -63,7 +64,8 @@ def read_record(directory: Path) -> tuple[Case, Strategy, Record]:
     """Read a record directory. Raises RecordError naming what is missing or malformed."""
     contents = _contents(directory)
     arrays = [_arrays(directory / f"rank-{rank}.safetensors") for rank in range(contents.world)]
-    observations = [_observation(directory, i, entry, arrays) for i, entry in enumerate(contents.entries)]
+    updates = contents.case.updates
+    observations = [_observation(directory, i, entry, arrays, updates) for i, entry in enumerate(contents.entries)]
     record = Record(contents.world, contents.device, observations)
     return contents.case, contents.strategy, record
 
@@ -74,7 +76,7 @@ def _contents(directory: Path) -> Contents:
         contents = from_json(Contents, json.loads(path.read_text()), "record.json")
     except OSError:
         raise RecordError(f"{path} cannot be read: a record directory holds record.json and rank-N.safetensors") from None
-    except (ValueError, CaseError) as error:
+    except (ValueError, RecursionError, CaseError) as error:
         raise RecordError(f"{path}: {error}") from None
     if contents.format != FORMAT:
         raise RecordError(f"{path}: format {contents.format}; this version reads {FORMAT}")
@@ -92,13 +94,19 @@ def _arrays(path: Path) -> dict[str, np.ndarray]:
         raise RecordError(f"{path} is not a safetensors file: {error}") from None
 
 
-def _observation(directory: Path, i: int, e: Entry, arrays: list[dict[str, np.ndarray]]) -> Observation:
+def _observation(directory: Path, i: int, e: Entry, arrays: list[dict[str, np.ndarray]], updates: int) -> Observation:
     where = f"{directory / 'record.json'}: entries[{i}] ({e.kind} {e.name} of rank {e.rank})"
     if e.kind not in KINDS:
         raise RecordError(f"{where}: unknown kind; known are {', '.join(KINDS)}")
     if not 0 <= e.rank < len(arrays) or str(i) not in arrays[e.rank]:
         raise RecordError(f"{where}: no array {i} in rank-{e.rank}.safetensors")
     array: Any = arrays[e.rank][str(i)]
+    if not 0 <= e.update <= updates:
+        raise RecordError(f"{where}: update {e.update}, but the case has {updates} (0 to {updates} may be entered)")
+    if str(array.dtype) != ("uint16" if e.dtype == "bfloat16" else e.dtype):
+        raise RecordError(f"{where}: array of {array.dtype}, but the entry says {e.dtype}")
+    if e.place.problem:
+        raise RecordError(f"{where}: {e.place.problem}")
     if array.size != e.place.size:
         raise RecordError(f"{where}: array of {array.size} elements at a place of {e.place.size}")
     return Observation(e.kind, e.name, e.rank, e.update, e.microbatch, e.place, e.dtype, array)

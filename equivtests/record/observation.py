@@ -53,6 +53,22 @@ class Place:
             return math.prod(stop - start for start, stop in self.box)
         return math.prod(self.shape)
 
+    @property
+    def problem(self) -> str:
+        """Why this is no place ("" if it is one)."""
+        if min(self.shape, default=0) < 0:
+            return f"shape {self.shape} has a negative size"
+        if self.interval is not None and not _within([self.interval], (math.prod(self.shape),)):
+            return f"interval {self.interval} does not lie in the shape {self.shape}"
+        if self.box is not None and not _within(list(self.box), self.shape):
+            return f"box {list(self.box)} does not lie in the shape {self.shape}"
+        return ""
+
+
+def _within(sides: list[tuple[int, int]], shape: tuple[int, ...]) -> bool:
+    fits = (0 <= start <= stop <= size for (start, stop), size in zip(sides, shape, strict=False))
+    return len(sides) == len(shape) and all(fits)
+
 
 @dataclass(frozen=True)
 class Observation:
@@ -143,6 +159,8 @@ class Recorder:
             raise ValueError(f"observe({kind!r}, …): unknown kind; known are {', '.join(KINDS)}")
         copied = np.array(array)
         where = place or Place(copied.shape)
+        if where.problem:
+            raise ValueError(f"observe({kind!r}, {name!r}): {where.problem}")
         if copied.size != where.size:
             raise ValueError(
                 f"observe({kind!r}, {name!r}): array of {copied.size} elements at a place of {where.size} elements ({where})"

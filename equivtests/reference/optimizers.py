@@ -38,7 +38,7 @@ def _adam(
     elif decay:
         gradient = gradient.add(weight, alpha=decay)
     zero = gradient.new_zeros(gradient.shape)
-    count = state["step"] + 1 if state else gradient.new_ones(())
+    count = state["step"] + 1 if "step" in state else gradient.new_ones(())
     first = state.get("exp_avg", zero).lerp(gradient, 1 - beta1)
     second = state.get("exp_avg_sq", zero).mul(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     n = float(count)
