@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -10,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from equivtests import __version__
+from equivtests.adapters.adapter import Strategy
 from equivtests.adapters.builtin import BUILTIN
 from equivtests.cases.case import Case, dumps, loads
 from equivtests.cases.fixture import Fixture, find, read
@@ -17,7 +20,7 @@ from equivtests.cases.grid import GRID, TIERS
 from equivtests.chapters.certify import certify
 from equivtests.chapters.check_adapter import check_adapter
 from equivtests.chapters.plan import claims_of
-from equivtests.chapters.run import Result, Run
+from equivtests.chapters.run import Chapter, Result, Run
 from equivtests.chapters.update import judge_update
 from equivtests.errors import AdapterError, CaseError, EquivtestsError
 from equivtests.explain.shrink import shrink
@@ -33,10 +36,17 @@ OK = (Verdict.PASS, Verdict.KNOWN)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 if everything passed, 1 if something did not, 2 for bad input."""
     options = parser().parse_args(arguments)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # where adapters lie; `python -m` does the same
     try:
         return options.command(options)
     except EquivtestsError as error:
         print(f"equivtests: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"equivtests: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -74,12 +84,23 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+ON_RANKS = {"backend": "gloo", "device": "cpu", "deadline": 30.0}
+
+
 def _on_ranks(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--adapter", action="append", default=[], metavar="MODULE:CLASS", help="instead of the built-in ones")
+    instead = "instead of the built-in ones"
+    sub.add_argument("--adapter", action="append", default=[], metavar="MODULE:CLASS", help=instead)
     sub.add_argument("--strategy", action="append", default=[], metavar="NAME")
     sub.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     sub.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    sub.add_argument("--deadline", type=float, default=30.0, metavar="SECONDS")
+    sub.add_argument("--deadline", type=seconds, default=30.0, metavar="SECONDS")
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text}: a positive number is needed")
+    return value
 
 
 # ---------------------------------------------------------------------------------------------- commands
@@ -126,9 +147,10 @@ def runs_of(options: argparse.Namespace, case: Case) -> list[Run]:
 
 def _command(options: argparse.Namespace, strategy: str) -> str:
     """The command line that repeats one strategy of this one."""
-    adapters = "".join(f" --adapter {spec}" for spec in options.adapter)
+    given = [("adapter", spec) for spec in options.adapter]
+    given += [(name, getattr(options, name)) for name, usual in ON_RANKS.items() if getattr(options, name) != usual]
     verb = f"reproduce {options.fixture}" if hasattr(options, "fixture") else f"run {options.case}"
-    return f"python -m equivtests {verb}{adapters} --strategy {strategy}"
+    return f"python -m equivtests {verb}{''.join(f' --{n} {v}' for n, v in given)} --strategy {strategy}"
 
 
 def _pools(options: argparse.Namespace, runs: list[Run]) -> Pools:
@@ -172,7 +194,7 @@ def _claimed(options: argparse.Namespace, fixture: Fixture) -> Iterable[Run]:
     found = 0
     for spec in options.adapter:
         for strategy in claims_of(spec).strategies:
-            reason = strategy.refusal(fixture.case)
+            reason = strategy.refusal(fixture.case) or chapter_refusal(strategy, fixture.chapter)
             if reason is not None:
                 print(f"NOT CLAIMED {strategy.name}: {reason}")
             elif not options.strategy or strategy.name in options.strategy:
@@ -183,9 +205,19 @@ def _claimed(options: argparse.Namespace, fixture: Fixture) -> Iterable[Run]:
         raise AdapterError(f"no strategy of {', '.join(options.adapter)} claims this case")
 
 
+def chapter_refusal(strategy: Strategy, chapter: Chapter) -> str | None:
+    """Why a strategy is not judged in a chapter."""
+    if chapter == "restore" and not strategy.restores:
+        return "restoring"
+    if chapter == "ledger" and strategy.algorithm is None:
+        return "the ledger: it declares no algorithm"
+    return None
+
+
 def judge_record(options: argparse.Namespace) -> int:
     case, strategy, record = read_record(options.record)
-    result = judge_update(Run("update", "(a record)", strategy, case), record)
+    command = f"python -m equivtests judge {options.record}"
+    result = judge_update(Run("update", "(a record)", strategy, case, command=command), record)
     print_result(result)
     return 0 if result.verdict in OK else 1
 
@@ -202,7 +234,7 @@ def shrink_case(options: argparse.Namespace) -> int:
     case = loads(_text(options.case), str(options.case))
     runs = runs_of(options, case)
     if len(runs) != 1:
-        raise AdapterError(f"shrink needs one strategy, {len(runs)} claim the case: choose with --adapter and --strategy")
+        raise AdapterError(f"{len(runs)} strategies claim the case: choose one with --adapter and --strategy")
     with closing(_pools(options, runs)) as pools:
         quantity = failing_quantity(pools, runs[0])
         if quantity is None:
@@ -240,5 +272,5 @@ def print_result(result: Result) -> None:
 def _text(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError as error:
-        raise CaseError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise CaseError(f"{path}: not text: {error}") from None

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Generator, Iterator
+import sys
+import warnings
+from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from equivtests.chapters.certify import certify as certify_run
 from equivtests.chapters.plan import Plan, plan
 from equivtests.chapters.run import Result, Run
 from equivtests.errors import EquivtestsError
+from equivtests.explain.report import reproduce
 from equivtests.judge.check import Verdict
 from equivtests.judge.tolerance import THRESHOLD
 from equivtests.mutants.kill import Kill, attempt, planted
@@ -33,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("equivtests", "certifying distributed updates")
     add = group.addoption
     add("--nproc", type=int, default=4, help="largest number of ranks (default 4)")
-    add("--adapter", action="append", default=[], metavar="MODULE:CLASS", help="certify this instead of the built-in ones")
+    add("--adapter", action="append", default=[], metavar="MODULE:CLASS", help="instead of the built-in ones")
     add("--strategy", action="append", default=[], metavar="NAME", help="only these strategies (may be repeated)")
     add("--tier", choices=TIERS, default="default", help="how much of the grid (default: default)")
     add("--seeds", type=int, default=1, metavar="N", help="run the grid on seeds 0..N-1 (default 1)")
@@ -41,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--backend", choices=("gloo", "nccl"), default="gloo", help="process group backend (default gloo)")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where models live (default cpu)")
     add("--deadline", type=float, default=30.0, metavar="SECONDS", help="for one run on ranks (default 30)")
-    add("--threshold", type=float, default=THRESHOLD, metavar="RATIO", help=f"error / rounding radius (default {THRESHOLD:g})")
+    add("--threshold", type=float, default=THRESHOLD, metavar="RATIO", help=f"allowed error (default {THRESHOLD:g})")
     add("--certificate", type=Path, default=None, metavar="PATH", help="default: equivtests-certificate.json")
     add("--keep-records", type=Path, default=None, metavar="DIR", help="keep what the ranks observed")
     add("--mutants", action="store_true", help="run the planted mistakes instead: every one must be found")
@@ -55,20 +60,24 @@ class Session:
         self.config, self.option = config, option
         self.seeds = (option.seed,) if option.seed is not None else tuple(range(option.seeds))
         self.adapters = tuple(option.adapter) or BUILTIN
+        refuse_useless(option)
         self.pools = Pools(option.nproc, option.backend, option.device, option.deadline)
         self.results: list[dict[str, Any]] = []
         self.kills: list[dict[str, Any]] = []
-        self.collected = False
         self._plan: Plan | None = None
 
     @property
     def plan(self) -> Plan:
         """Made when first needed: a run of other tests pays nothing for it."""
         if self._plan is None:
-            self.pools.warm()
             option = self.option
             self._plan = plan(self.adapters, option.tier, option.nproc, option.strategy, self.seeds)
         return self._plan
+
+    @property
+    def distributes(self) -> bool:
+        """Whether this is xdist's controller, which hands the runs to its workers."""
+        return getattr(self.option, "dist", "no") != "no"
 
     def selection(self) -> report.Selection:
         o = self.option
@@ -76,13 +85,52 @@ class Session:
             o.nproc, o.backend, o.device, o.tier, self.adapters, tuple(o.strategy), self.seeds, o.threshold
         )
 
+    def check(self) -> None:
+        """What can be refused before anything is collected, where the options ask for something of their own."""
+        if self.option.adapter and str(self.config.invocation_params.dir) not in sys.path:
+            sys.path.insert(0, str(self.config.invocation_params.dir))  # as `python -m pytest` does
+        if self.option.adapter or self.option.strategy or self.option.seed is not None:
+            if not self.distributes:
+                self.pools.warm()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, as it is imported
+                _ = self.plan
+        if self.option.device != "cpu":
+            self.pools.warm()
+            self.pools._check_devices()
+
+    def repeatable(self, run: Run) -> Run:
+        """The run with a command that also repeats the options that it was made with."""
+        given = [(name, getattr(self.option, name)) for name in ("backend", "device", "threshold", "deadline")]
+        extra = "".join(f" --{name} {value}" for name, value in given if value != DEFAULTS[name])
+        return replace(run, command=reproduce(run) + extra) if extra else run
+
+
+DEFAULTS = {"backend": "gloo", "device": "cpu", "threshold": THRESHOLD, "deadline": 30.0}
+
+
+def refuse_useless(option: Any) -> None:
+    """Raises UsageError for numbers that would run nothing, or judge nothing."""
+    if option.seeds < 1:
+        raise pytest.UsageError(f"--seeds {option.seeds}: at least one seed is needed")
+    for name in ("threshold", "deadline"):
+        value = getattr(option, name)
+        if not (math.isfinite(value) and value > 0):
+            raise pytest.UsageError(f"--{name} {value:g}: a positive number is needed")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning:torch")
     try:
-        config.stash[SESSION] = Session(config)
+        config.stash[SESSION] = session = Session(config)
+        session.check()
     except EquivtestsError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if SESSION in config.stash:
+        config.stash[SESSION].pools.close()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -98,7 +146,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     try:
         for chapter in ("update", "restore", "ledger"):
             if f"{chapter}_run" in metafunc.fixturenames:
-                session.collected = True
+                session.pools.warm()
                 runs = session.plan.of(chapter)
                 metafunc.parametrize(f"{chapter}_run", runs or [None], ids=lambda r: r.id if r else "none")
         if "mutant" in metafunc.fixturenames:
@@ -121,10 +169,8 @@ class _NO_PARAMETERS:  # noqa: N801
 
 
 @pytest.fixture(scope="session")
-def equivtests_session(pytestconfig: pytest.Config) -> Iterator[Session]:
-    session = pytestconfig.stash[SESSION]
-    yield session
-    session.pools.close()
+def equivtests_session(pytestconfig: pytest.Config) -> Session:
+    return pytestconfig.stash[SESSION]
 
 
 @pytest.fixture
@@ -132,7 +178,11 @@ def certify(equivtests_session: Session, request: pytest.FixtureRequest) -> Call
     """Run, judge, keep, and fail with the explanation."""
 
     def check(run: Run) -> None:
-        result = certify_run(equivtests_session.pools, run, equivtests_session.option.threshold)
+        run = equivtests_session.repeatable(run)
+        try:
+            result = certify_run(equivtests_session.pools, run, equivtests_session.option.threshold)
+        except EquivtestsError as error:
+            result = Result(run, Verdict.ERROR, explanation=[f"{run.strategy.name} on {run.case.name}: {error}"])
         request.node.stash[RESULT] = {"result": result.summary()}
         keep(equivtests_session, result)
         if result.verdict not in (Verdict.PASS, Verdict.KNOWN):
@@ -152,6 +202,7 @@ def kill(equivtests_session: Session, request: pytest.FixtureRequest) -> Callabl
     """Run the parent, which must pass, and the mutant, which must fail first by its quantity."""
 
     def check(mutant: Mutant) -> None:
+        request.node.stash[RESULT] = {"kill": {"mutant": mutant.name, "killed": False}}
         outcome: Kill = attempt(equivtests_session.pools, mutant)
         request.node.stash[RESULT] = {"kill": {"mutant": mutant.name, "killed": outcome.killed}}
         if not outcome.killed:
@@ -238,7 +289,8 @@ def summarize(reporter: Any, session: Session, data: dict[str, Any], path: Path 
         reporter.write_line(f"{name} needs --nproc {world}")
     if session.option.threshold > THRESHOLD:
         reporter.write_line(f"the threshold was loosened to {session.option.threshold:g} (default {THRESHOLD:g})")
-    word = "certificate" if data["complete"] else "partial result, not a certificate (not everything declared ran and passed)"
+    partial = "partial result, not a certificate (not everything declared ran and passed)"
+    word = "certificate" if data["complete"] else partial
     reporter.write_line(f"{word}: {path}")
 
 

@@ -18,7 +18,7 @@ stage() {
   shift
   echo "== $name: $*"
   "$@" 2>&1 | tee "$results/$name.log" || { verdict=FAILED status=1; }
-  figures+=("$(printf '%-14s %-6s %5d s  %s' "$name" "$verdict" $((SECONDS - begin)) "$(tail -n 1 "$results/$name.log" | tr -d '=')")")
+  figures+=("$(printf '%-14s %-6s %5d s  %s' "$name" "$verdict" $((SECONDS - begin)) "$(grep -v '^\s*$' "$results/$name.log" | tail -n 1 | tr -d '=')")")
 }
 
 suite=("$python" -m pytest -q -p no:cacheprovider --nproc "$nproc")

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for cases: every family, feature, optimizer and precision, in windows as irregular as they come."""
+"""Hypothesis strategies for cases: all families, features, optimizers and precisions, in irregular windows."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ STRATEGY = Strategy("synthetic", features=frozenset(FEATURES), loss_scale=True, 
 
 @dataclass(frozen=True)
 class Value:
-    """One whole array that ranks show; rank: the only one that shows it (None: all do). parted: cut if the strategy cuts."""
+    """One whole array that ranks show; rank: the only one that does (None: all). parted: cut if the strategy cuts."""
 
     kind: str
     name: str

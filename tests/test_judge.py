@@ -14,7 +14,19 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import SCALED, SINGLE, cases
-from synthetic import CUTS, STRATEGY, Value, altered, at_largest, changed, one_ulp, place, record_of, values_of, with_part
+from synthetic import (
+    CUTS,
+    STRATEGY,
+    Value,
+    altered,
+    at_largest,
+    changed,
+    one_ulp,
+    place,
+    record_of,
+    values_of,
+    with_part,
+)
 
 from equivtests.cases.case import DOUBLE, Case, Layout, Model, Optimizer, Precision
 from equivtests.cases.grid import DYADIC, POWERS
@@ -58,7 +70,7 @@ def test_a_correct_record_never_fails_and_stays_far_from_the_threshold(case: Cas
     judgement = judged(case, record_of(case, cut))
     wrong = [c for c in judgement.checks if c.verdict is not Verdict.PASS and not cannot_tell(c)]
     assert not wrong
-    assert max(judgement.worst().values()) < 4
+    assert max(ratio for quantity, ratio in judgement.worst().items() if quantity != "buffer") < 4
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -175,7 +187,7 @@ def expected_first(fault: Fault, value: Value) -> tuple[str, int]:
 
 def names_first(judgement: Judgement, quantity: str, update: int) -> bool:
     first = judgement.first
-    return judgement.verdict is Verdict.FAIL and first is not None and (first.quantity, first.update) == (quantity, update)
+    return first is not None and (first.verdict, first.quantity, first.update) == (Verdict.FAIL, quantity, update)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -213,7 +225,9 @@ def test_one_wrong_value_is_named_first_in_any_case(case: Case, name: str, cut: 
 def test_a_factor_on_all_gradients_is_named_though_adam_and_clipping_mask_it(factor: float, cut: Any) -> None:
     """What follows from the gradients (norm, coefficient, weights) agrees with them: only the gradients are wrong."""
     case = plain()
-    values = [dataclasses.replace(v, array=v.array * np.float32(factor)) if v.kind == "gradient" else v for v in values_of(case)]
+    values = values_of(case)
+    for gradient in [v for v in values if v.kind == "gradient"]:
+        values = altered(values, gradient, lambda a: a * np.float32(factor))
     assert names_first(judged(case, place(case, values, cut)), "gradient", 0)
 
 
@@ -250,11 +264,11 @@ def shown_by(record: Record, kind: str, update: int, rank: int) -> Observation:
     return max(parts, key=lambda o: o.array.size)
 
 
-REPLICATED = ["gradient", "norm", "clip", "lr", "weight", "state", "buffer", "step", "cursor", "random_state", "loss_scale"]
+SCALARS = ["norm", "clip", "lr", "step", "cursor", "random_state", "loss_scale"]
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-@pytest.mark.parametrize("kind", REPLICATED)
+@pytest.mark.parametrize("kind", ["gradient", "weight", "state", "buffer", *SCALARS])
 def test_one_copy_that_differs_is_named(kind: str, rank: int) -> None:
     """By one ulp, on the first or the last rank."""
     case = plain()
@@ -302,7 +316,7 @@ def test_what_no_rank_shows_is_named(kind: str, update: int) -> None:
     assert names_first(judgement, *blamed(chosen)), judgement.first
 
 
-@pytest.mark.parametrize("kind", ["loss", "tokens", "norm", "clip", "lr", "step", "cursor", "random_state", "loss_scale"])
+@pytest.mark.parametrize("kind", ["loss", "tokens", *SCALARS])
 def test_a_number_of_more_than_one_element_is_a_failure_and_no_crash(kind: str) -> None:
     case = plain()
     values = values_of(case)
@@ -345,8 +359,9 @@ def test_all_ranks_fed_the_same_is_named() -> None:
     case = plain(model=Model("linear"), optimizer=Optimizer())
     record = record_of(case)
     first = next(o for o in record.of("inputs") if o.update == 0)
-    same = [dataclasses.replace(first, rank=o.rank) if o.kind == "inputs" and o.update == 0 else o for o in record.observations]
-    judgement = judged(case, dataclasses.replace(record, observations=same))
+    for o in [o for o in record.of("inputs") if o.update == 0]:
+        record = with_part(record, o, dataclasses.replace(first, rank=o.rank))
+    judgement = judged(case, record)
     assert names_first(judgement, "samples", 0) and "fed too often" in judgement.first.detail
 
 
@@ -599,12 +614,11 @@ def test_shards_that_came_back_on_other_ranks_are_named(cut: Any) -> None:
     """Every rank loads the shard of the next one; places are as they were."""
     case = plain(model=Model("linear", inputs=4, outputs=4), optimizer=Optimizer("adam", lr=2.0**-6, eps=2.0**-12))
     record = record_of(case, cut)
-    parts = {(o.kind, o.name, o.rank): o for o in record.observations if o.update == 1 and o.kind in ("weight", "state")}
+    sharded = {(o.kind, o.name, o.rank): o for kind in ("weight", "state") for o in record.of(kind) if o.update == 1}
 
     def rotated(o: Observation) -> Observation:
-        if o.update != 1 or o.kind not in ("weight", "state"):
-            return o
-        return dataclasses.replace(o, array=parts[o.kind, o.name, (o.rank + 1) % 4].array)
+        other = sharded.get((o.kind, o.name, (o.rank + 1) % 4)) if o.update == 1 else None
+        return o if other is None else dataclasses.replace(o, array=other.array)
 
     found = restored(case, cut, lambda r: dataclasses.replace(r, observations=[rotated(o) for o in r.observations]))
     assert names_first(found, "restored layout", 1), found.first

@@ -69,7 +69,9 @@ def test_modules_and_reference_agree(family: Any, features: tuple[str, ...]) -> 
     windows = ((((5, 2), (1,), (0, 0)),), (((3,), (4, 1)),))
     if "pairs" in features:
         windows = ((((5, 2, 1),),), (((3, 4),),))
-    case = Case("agree", Model(family, depth=2, features=features), windows, Layout(1), precision=DOUBLE, accumulation=3)
+    case = Case(
+        "agree", Model(family, depth=2, features=features), windows, Layout(1), precision=DOUBLE, accumulation=3
+    )
     assert_agree(case)
     assert_agree(case, update=1, draw=1)
 
@@ -103,8 +105,10 @@ def test_every_feature_changes_something(family: Any, features: tuple[str, ...])
         for f in ((), features)
     )
     a, b = (one.gradients(c, PLAIN, 0, 0, canonical_weights(c)) for c in (plain, other))
-    changed = a.loss != b.loss or set(a.values) != set(b.values) or set(canonical_weights(plain)) != set(
-        canonical_weights(other)
+    changed = (
+        a.loss != b.loss
+        or set(a.values) != set(b.values)
+        or set(canonical_weights(plain)) != set(canonical_weights(other))
     )
     stored = not next(build(other)[0].parameters()).is_contiguous()
     assert changed or stored or b.hidden is not None
@@ -141,7 +145,7 @@ def test_optimizers_are_torchs_bit_for_bit(o: Optimizer, dtype: torch.dtype, for
 
 
 def test_adam_by_hand() -> None:
-    """One step from zero moments: m = (1 - b1) g, v = (1 - b2) g², both corrected to g and g²; w -= lr g / (|g| + eps)."""
+    """One step from zero moments: m = (1 - b1) g, v = (1 - b2) g², corrected to g and g²; w -= lr g / (|g| + eps)."""
     o = Optimizer("adam", lr=0.5, betas=(0.75, 0.5), eps=1.0)
     weight, state = reference_optimizers.step(o, 0.5, 0.0, torch.tensor([1.0]), torch.tensor([-3.0]), {})
     assert float(weight) == 1.0 + 0.5 * 3 / (3 + 1)
@@ -196,7 +200,7 @@ def test_two_ranks_with_loss_sums_4_and_6_over_2_and_6_tokens() -> None:
 
 
 def test_each_denominator_by_hand() -> None:
-    """Rank 0: micro-batches of 1 + 1 and 2 tokens; rank 1: of 4 and 8 tokens. All token losses are their row's number."""
+    """Rank 0: micro-batches of 1 + 1 and 2 tokens; rank 1: 4 and 8. The token losses of row i are i."""
     rows = table((0, 0, 1), (0, 0, 1), (0, 1, 2), (1, 0, 4), (1, 1, 8))
     sums = [1 * 1, 2 * 1, 3 * 2, 4 * 4, 5 * 8]
     assert loss_under("window", rows, sums) == 65 / 16

@@ -31,7 +31,7 @@ class MyNumpy(Adapter):
         super().run(feed, observe)  # calls update() for every window
 
     def update(self, window, observe):
-        total = int(self.sum_over_ranks(np.array([b.tokens for b in window.microbatches], np.int64).sum(keepdims=True))[0])
+        total = int(self.sum_over_ranks(np.int64(sum(b.tokens for b in window.microbatches))))
         observe("tokens", "tokens", np.int64(total), update=window.update)
         if total > 0:
             loss, gradients = self.accumulate(window, observe, self.case.magnitude / total)

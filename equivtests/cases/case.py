@@ -249,7 +249,7 @@ def _rules(case: Case) -> list[tuple[bool, str]]:
         (_trains(model), "model.features: frozen leaves nothing to train in an mlp of depth 1 without bias"),
         (not case.exact or model.family != "gpt", "model.numbers: gpt has no exact arithmetic; use real"),
         (layout.dp >= 1 and layout.replicate >= 1, "layout degrees must be at least 1"),
-        (layout.dp % max(1, layout.replicate) == 0, f"layout.replicate {layout.replicate} does not divide dp {layout.dp}"),
+        (layout.dp % max(1, layout.replicate) == 0, f"layout.replicate {layout.replicate} must divide dp {layout.dp}"),
         (bool(case.windows), "windows is empty; give at least one update"),
         (all(len(w) == layout.dp for w in case.windows), f"every window needs {layout.dp} ranks (layout.dp)"),
         (all(0 <= n <= model.length for n in counts), f"valid tokens must lie in 0..{model.length} (model.length)"),

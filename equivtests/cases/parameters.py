@@ -38,7 +38,7 @@ def parameters(model: Model) -> list[Parameter]:
 
 
 def initial(case: Case) -> dict[str, np.ndarray]:
-    """Canonical initial weights, float64: number · scale + offset, rounded to float32 (which matters with an offset only)."""
+    """Canonical initial weights: number · scale + offset, rounded to float32 (which only an offset needs); float64."""
     draw = numbers.ternary if case.exact else numbers.real
     drawn = {
         p.name: draw(case.seed, f"weight.{p.name}", p.shape) * (1.0 if case.exact else p.scale) + p.offset

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from equivtests.adapters.adapter import Adapter, Claims, Strategy
+from equivtests.adapters.adapter import Adapter, Claims, KnownDivergence, Strategy
 from equivtests.adapters.builtin import BUILTIN
 from equivtests.cases.case import Case
 from equivtests.cases.grid import LEDGER_CASES, RESTORE_CASES, Tier, cases, too_large
@@ -47,19 +47,44 @@ def claims_of(spec: str) -> Claims:
         claims = adapter.claims()
     except Exception as error:
         raise AdapterError(f"{spec}: claims() raised {type(error).__name__}: {error}") from error
-    if not isinstance(claims, Claims) or not all(isinstance(s, Strategy) for s in claims.strategies):
-        raise AdapterError(f"{spec}: claims() must return Claims((Strategy(…), …)), got {type(claims).__name__}")
+    if not isinstance(claims, Claims) or not sequence_of(claims.strategies, Strategy):
+        raise AdapterError(f"{spec}: claims() must return Claims((Strategy(…), …)), got {str(claims)[:80]}")
     names = [s.name for s in claims.strategies]
     if not names or len(set(names)) != len(names):
         raise AdapterError(f"{spec}: claims() names {names or 'no strategy'}; give every strategy a name of its own")
-    for strategy in claims.strategies:
-        lower = sorted(p for p in strategy.precisions if "bfloat16" in p)
-        if lower and "float32" not in strategy.precisions:
-            raise AdapterError(
-                f"{spec}: strategy {strategy.name} claims {lower[0]} without float32: bfloat16 hides most mistakes, so it "
-                "is certified beside float32, never instead of it"
-            )
+    problem = next((f"strategy {s.name}: {p}" for s in claims.strategies for p in problems_of(s)), "")
+    if not problem and claims.isolation not in ("pool", "case"):
+        problem = f"isolation is {claims.isolation!r}; use 'pool' or 'case'"
+    if problem:
+        raise AdapterError(f"{spec}: {problem}")
     return claims
+
+
+def problems_of(strategy: Strategy) -> Iterator[str]:
+    """What is not well formed in a strategy, so that it would claim or run something else than it says."""
+    if not re.fullmatch(r"[\w.+-]+", str(strategy.name)):
+        yield "a name consists of letters, digits and . _ + - (it names tests, and -k selects by it)"
+    for field_name in SETS:
+        value = getattr(strategy, field_name)
+        if not isinstance(value, (set, frozenset)):
+            yield f"{field_name} is {value!r}; write frozenset({{…}})"
+            return
+    if not sequence_of(strategy.known, KnownDivergence):
+        yield "known must be a tuple: (KnownDivergence(…),)"
+    lower = sorted(p for p in strategy.precisions if "bfloat16" in p)
+    if lower and "float32" not in strategy.precisions:
+        yield (
+            f"claims {lower[0]} without float32: bfloat16 hides most mistakes, so it is certified beside float32, "
+            "never instead of it"
+        )
+
+
+SETS = ("worlds", "families", "features", "optimizers", "precisions", "denominators", "shards", "observes")
+"""Fields of a strategy that are sets: a string or a list would be searched otherwise, or not at all."""
+
+
+def sequence_of(value: object, kind: type) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(item, kind) for item in value)
 
 
 def make(spec: str) -> Adapter:
@@ -83,7 +108,10 @@ def plan(
     known: set[str] = set()
     for spec in adapters:
         claims = claims_of(spec)
-        known |= {s.name for s in claims.strategies}
+        names = {s.name for s in claims.strategies}
+        if names & known:
+            raise AdapterError(f"{spec}: another adapter has a strategy {min(names & known)}, too; rename one")
+        known |= names
         for strategy in claims.strategies:
             if not wanted or strategy.name in wanted:
                 found.strategies.append(strategy.name)

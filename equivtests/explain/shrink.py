@@ -56,7 +56,7 @@ def _with_windows(windows: Windows) -> Changes:
 
 
 def _fewer_updates(case: Case) -> Iterator[Changes]:
-    for u in reversed(range(case.updates)):
+    for u in reversed(range(case.updates if case.updates > 1 else 0)):
         yield _with_windows(case.windows[:u] + case.windows[u + 1 :])
 
 
@@ -70,7 +70,7 @@ def _fewer_ranks(case: Case) -> Iterator[Changes]:
 def _simpler_parts(case: Case) -> Iterator[Changes]:
     plain = Optimizer(lr=case.optimizer.lr)
     simpler = [plain, dataclasses.replace(plain, clip=case.optimizer.clip, clip_norm=case.optimizer.clip_norm)]
-    simpler += [dataclasses.replace(case.optimizer, schedule=(1.0,)), dataclasses.replace(case.optimizer, weight_decay=0.0)]
+    simpler += [dataclasses.replace(case.optimizer, **one) for one in ({"schedule": (1.0,)}, {"weight_decay": 0.0})]
     yield from ({"optimizer": o} for o in simpler if o != case.optimizer)
     if case.precision != Precision():
         yield {"precision": Precision()}
@@ -85,7 +85,8 @@ def _smaller_model(case: Case) -> Iterator[Changes]:
         yield {"model": dataclasses.replace(model, features=rest)}
     for size, least in (("depth", 1), ("width", 2), ("outputs", 1), ("inputs", 2)):
         value = getattr(model, size)
-        yield from ({"model": dataclasses.replace(model, **{size: v})} for v in {least, value // 2} if least <= v < value)
+        smaller = (v for v in sorted({least, value // 2}) if least <= v < value)
+        yield from ({"model": dataclasses.replace(model, **{size: v})} for v in smaller)
 
 
 def _less_data(case: Case) -> Iterator[Changes]:

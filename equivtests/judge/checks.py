@@ -196,8 +196,7 @@ def _gradient(
 
 
 def observed_norm(view: View, update: int) -> float:
-    values = {n: g for n, g in view.tensors("gradient", update).items()}
-    return one.norm(values, view.case.optimizer.clip_norm)
+    return one.norm(view.tensors("gradient", update), view.case.optimizer.clip_norm)
 
 
 def expected_clip(view: View, update: int) -> float:
@@ -311,7 +310,8 @@ def buffers(view: View, update: int) -> Checks:
             continue
         hidden = None if view.expectation.steps[update].skipped else truth_at(view, update).hidden
         if hidden is not None and before.values.shape != tuple(hidden.shape):
-            yield view.failed("buffer", update, name, f"has shape {before.values.shape}, the activations {tuple(hidden.shape)}")
+            detail = f"has shape {before.values.shape}, the activations {tuple(hidden.shape)}"
+            yield view.failed("buffer", update, name, detail)
             continue
         start = before.values.astype(np.float64)
         truth = start if hidden is None else start + 0.25 * (hidden.numpy() - start)

@@ -45,7 +45,8 @@ def elementwise(observed: np.ndarray, expected: np.ndarray, before: np.ndarray, 
     """The update stage: max |error| / (eps · max(|w|, |Δw|)) against 8, or against 0 where bits must agree."""
     if not observed.shape == expected.shape == before.shape:
         return Distance(np.inf, 0.0, Verdict.FAIL)
-    error = np.abs(observed.astype(np.float64) - expected.astype(np.float64))
+    with np.errstate(invalid="ignore"):  # infinities end as a ratio that is not finite
+        error = np.abs(observed.astype(np.float64) - expected.astype(np.float64))
     scale = np.maximum(np.abs(before.astype(np.float64)), np.abs(expected.astype(np.float64) - before))
     unit = eps * np.maximum(scale, np.finfo(np.float32).tiny)
     ratio = float(np.max(error / unit, initial=0.0))

@@ -97,5 +97,6 @@ def worst_element(observed: np.ndarray, expected: np.ndarray) -> int:
     """Flat index of the largest error; the first non-finite one if there is any."""
     if observed.shape != expected.shape:
         return 0
-    error = np.abs(observed.astype(np.float64) - expected.astype(np.float64)).reshape(-1)
+    with np.errstate(invalid="ignore"):
+        error = np.abs(observed.astype(np.float64) - expected.astype(np.float64)).reshape(-1)
     return int(np.argmax(np.where(np.isfinite(error), error, np.inf))) if error.size else 0
