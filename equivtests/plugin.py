@@ -134,7 +134,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """--mutants runs the mutants alone; without it they are not collected."""
+    """--mutants runs the mutants alone; without it they are not collected. Neither are a wheel's fixtures."""
+    if collection_path == SUITE / "fixtures":
+        return True
     if collection_path.parent == SUITE and collection_path.name.startswith("test_"):
         return True if (collection_path.name == "test_mutants.py") != config.option.mutants else None
     return None

@@ -46,9 +46,11 @@ def models(draw: st.DrawFn, families: Iterable[str] = FAMILIES, leave_out: Itera
     family = draw(st.sampled_from(tuple(families)))
     usable = [f for f in features_of(family) if f not in leave_out]
     features = draw(st.sets(st.sampled_from(usable), max_size=4)) if usable else set()
+    heads = 2 if family == "gpt" else 1  # a norm over the two features of a narrow head knows signs only
+    width = heads * draw(st.integers(2 + ("qk_norm" in features), 4)) if heads > 1 else draw(st.integers(1, 7))
     return Model(
         family,
-        width=2 * draw(st.integers(2, 3)) if family == "gpt" else draw(st.integers(1, 7)),
+        width=width,
         depth=draw(st.integers(1 + (family == "mlp" and "frozen" in features), 2 if family == "gpt" else 3)),
         inputs=draw(st.integers(2, 5)),
         outputs=draw(st.integers(1, 3)),

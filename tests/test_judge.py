@@ -29,7 +29,7 @@ from synthetic import (
 )
 
 from equivtests.cases.case import DOUBLE, Case, Layout, Model, Optimizer, Precision
-from equivtests.cases.grid import DYADIC, POWERS
+from equivtests.cases.grid import DYADIC, GRID, POWERS, Row
 from equivtests.errors import CaseError
 from equivtests.judge import tolerance
 from equivtests.judge.check import QUANTITIES, Check, Judgement, Verdict
@@ -65,12 +65,24 @@ def cannot_tell(check: Check) -> bool:
 
 
 @settings(max_examples=40)
-@given(cases(), st.sampled_from(CUTS))
+@given(cases(precisions=SHARP), st.sampled_from(CUTS))
 def test_a_correct_record_never_fails_and_stays_far_from_the_threshold(case: Case, cut: Any) -> None:
     judgement = judged(case, record_of(case, cut))
     wrong = [c for c in judgement.checks if c.verdict is not Verdict.PASS and not cannot_tell(c)]
     assert not wrong
-    assert max(ratio for quantity, ratio in judgement.worst().items() if quantity != "buffer") < 4
+    assert max(judgement.worst().values()) < 4
+
+
+LOSSY = [row for row in GRID if row.make(4, 0).precision.label not in ("float32", "float64")]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("row", LOSSY, ids=lambda row: row.name)
+def test_correct_records_in_low_precision_stay_far_from_the_threshold(row: Row, cut: Any) -> None:
+    """In tiny cases of any shape the radius of bfloat16 rests on too few roundings; the grid is chosen."""
+    case = row.make(4, 0)
+    judgement = judged(case, record_of(case, cut))
+    assert judgement.verdict is Verdict.PASS and 0 < max(judgement.worst().values()) < 4
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -415,6 +427,15 @@ def test_only_promised_kinds_may_not_be_missing() -> None:
     chosen = next(o for o in left if o.kind == "weight" and o.update == 2 and o.rank == 0)
     wrong = with_part(Record(4, "cpu", left), chosen, changed(chosen, one_ulp))
     assert names_first(judge(case, few, wrong, accepted(case)), "weight update", 1)
+
+
+def test_a_weight_that_no_rank_shows_is_named_though_it_was_not_promised() -> None:
+    """Without it nothing of the update can be judged, and an update that was not judged may not pass."""
+    case = plain(windows=plain().windows[:1])
+    silent = dataclasses.replace(STRATEGY, observes=frozenset({"inputs", "loss", "gradient"}))
+    left = [o for o in record_of(case).observations if (o.kind, o.name) != ("weight", "layers.1.weight")]
+    judgement = judge(case, silent, Record(4, "cpu", left), accepted(case))
+    assert names_first(judgement, "weight update", 0) and judgement.first.name == "layers.1.weight"
 
 
 # ---------------------------------------------------------------------------------------------- tolerances

@@ -161,7 +161,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         edit(lambda data: data["case"].update(accumulation=0)),
         "accumulation must be at least 1",
     ),
-    "an unknown algorithm": (edit(lambda data: data["strategy"].update(algorithm="magic")), "algorithm 'magic'"),
+    "an unknown algorithm": (edit(lambda data: data["strategy"].update(algorithm="magic")), "'magic'"),
     "an unknown device": (edit(lambda data: data.update(device="abacus")), "record.json.device: expected one of"),
     "unknown kind": (entry(kind="wieght"), "entries[0] (wieght linear.weight of rank 0): unknown kind"),
     "rank out of range": (entry(rank=7), "no array 0 in rank-7.safetensors"),

@@ -394,14 +394,14 @@ def test_sgd_by_hand() -> None:
 @settings(max_examples=12)
 @given(cases(precisions=(SINGLE, DOUBLE), worlds=(2, 4), updates=2, used=True))
 def test_neutral_variants_stay_near_the_truth(case: Case) -> None:
-    """A radius is rounding, not signal: a few hundred units of the whole gradient at most."""
+    """A radius is rounding, not signal: a thousand units of the whole gradient at most."""
     try:
         expectation = expect(case, PLAIN)
     except CaseError:
         assume(False)
     for radii, step in zip(expectation.radius, expectation.steps, strict=True):
         whole = math.sqrt(sum(float(g.norm()) ** 2 for g in step.gradients.values()))
-        assert all(radius <= 300 * gradient_unit(case) * whole for radius in radii.values())
+        assert all(radius <= 1000 * gradient_unit(case) * whole for radius in radii.values())
         assert set(radii) == set(step.gradients)
 
 

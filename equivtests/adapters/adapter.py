@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from equivtests.cases.case import Case, Semantics
+from equivtests.cases.case import FEATURES, Case, Semantics
 from equivtests.cases.windows import Feed, Window
-from equivtests.record.observation import Observe
+from equivtests.record.observation import KINDS, Observe
 from equivtests.reference.ledger import EXPECTED, Cut
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ class Strategy:
     """What an adapter promises of one strategy. Closed by default: only what is listed is run.
 
     precisions: labels such as "float32", "float64", "float32/bfloat16/float32" (`Precision.label`).
-    denominators: the values of `Semantics.denominator` that a case may ask for.
+    clips: orders of the norm that clipping may use; schedules, decays: whether learning-rate schedules and weight decay are
+    supported. denominators: the values of `Semantics.denominator` that a case may ask for.
     semantics: the contract that the framework follows instead of the default, where it documents another.
     ragged: ranks may have unequal numbers of micro-batches.
     replicates: layouts with `replicate` > 1 are possible. shards: what is cut over the ranks: weights, gradients, state.
@@ -58,6 +59,9 @@ class Strategy:
     denominators: frozenset[str] = frozenset({"window"})
     semantics: Semantics | None = None
     loss_scale: bool = False
+    clips: frozenset[str] = frozenset({"2", "inf"})
+    schedules: bool = True
+    decays: bool = True
     ragged: bool = True
     replicates: bool = False
     restores: bool = False
@@ -70,20 +74,34 @@ class Strategy:
     known: tuple[KnownDivergence, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.algorithm is not None and self.algorithm not in EXPECTED:
-            raise ValueError(f"strategy {self.name!r}: algorithm {self.algorithm!r}; known are {', '.join(EXPECTED)}")
+        words = (
+            ("algorithm", {self.algorithm} - {None}, EXPECTED),
+            ("families", self.families, ALL_FAMILIES),
+            ("features", self.features, FEATURES),
+            ("optimizers", self.optimizers, ALL_OPTIMIZERS),
+            ("observes", self.observes, KINDS),
+            ("shards", self.shards, ("weights", "gradients", "state")),
+        )
+        for field_name, used, known in words:
+            unknown = sorted(set(used) - set(known))
+            if unknown:
+                words_known = ", ".join(sorted(known))
+                raise ValueError(f"strategy {self.name!r}: {field_name}: unknown {unknown[0]!r}; known are {words_known}")
 
     def refusal(self, case: Case) -> str | None:
         """Why this strategy does not claim the case, or None if it does."""
-        model, precision = case.model, case.precision
+        model, precision, optimizer = case.model, case.precision, case.optimizer
         extra = sorted(set(model.features) - self.features)
         reasons = (
             (case.layout.world not in self.worlds, f"world size {case.layout.world}"),
             (model.family not in self.families, f"model {model.family}"),
             (bool(extra), f"feature {', '.join(extra)}"),
-            (case.optimizer.name not in self.optimizers, f"optimizer {case.optimizer.name}"),
+            (optimizer.name not in self.optimizers, f"optimizer {optimizer.name}"),
             (precision.label not in self.precisions, f"precision {precision.label}"),
             (precision.loss_scale is not None and not self.loss_scale, "loss scaling"),
+            (optimizer.clip is not None and optimizer.clip_norm not in self.clips, f"clipping by norm {optimizer.clip_norm}"),
+            (len(set(optimizer.schedule)) > 1 and not self.schedules, "a learning-rate schedule"),
+            (optimizer.weight_decay > 0 and not self.decays, "weight decay"),
             (case.semantics.denominator not in self.denominators, f"denominator {case.semantics.denominator}"),
             (case.layout.replicate > 1 and not self.replicates, "replicated shards"),
             (not self.ragged and is_ragged(case), "unequal numbers of micro-batches per rank"),

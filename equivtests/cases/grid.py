@@ -150,34 +150,45 @@ GRID: tuple[Row, ...] = (
 )  # fmt: skip
 
 
-RESTORE_CASES = frozenset({"gpt-adamw-w4", "gpt-dropout-w4", "mlp-loss-scale-w4", "mlp-hsdp-w4", "linear-bf16-w4"})
-"""Cases that are also saved in the middle and restored in fresh ranks."""
+RESTORE_CASES: dict[str, Tier] = {
+    "gpt-adamw-w2": "quick",
+    "gpt-dropout-w4": "default",  # AdamW, a schedule, dropout
+    "mlp-loss-scale-w4": "default",
+    "mlp-hsdp-w4": "default",
+    "mlp-fp16-wire-w4": "default",
+    "gpt-adamw-w4": "nightly",
+    "linear-bf16-w4": "nightly",
+}
+"""Cases that are also saved in the middle and restored in fresh ranks, and from which tier on."""
 
-LEDGER_CASES = frozenset(
-    {
-        "gpt-adamw-w4",  # the same number of micro-batches on every rank; a layer and the root, a vocabulary of 13
-        "gpt-adamw-w2",
-        "gpt-tied-adam-w4",  # ranks filled up with empty micro-batches; two layers, tied weights in the root
-        "mlp-momentum-double-w4",  # 8 bytes per element; no size that four ranks divide
-        "mlp-hsdp-w4",  # shards in two copies
-        "linear-bf16-w4",  # weights gathered in bfloat16
-        "mlp-bf16-w4",
-        "mlp-fp16-wire-w4",  # gradients reduced in float16
-    }
-)
-"""Cases in which what travels and what is kept is counted, too: several micro-batches and sizes that do not divide.
+LEDGER_CASES: dict[str, Tier] = {
+    "gpt-adamw-w2": "quick",
+    "gpt-adamw-w4": "default",  # the same number of micro-batches on every rank; a layer and the root, a vocabulary of 13
+    "mlp-hsdp-w4": "default",  # shards in two copies
+    "linear-bf16-w4": "default",  # weights gathered in bfloat16
+    "mlp-fp16-wire-w4": "default",  # gradients reduced in float16
+    "gpt-tied-adam-w4": "nightly",  # ranks filled up with empty micro-batches; two layers, tied weights in the root
+    "mlp-momentum-double-w4": "nightly",  # 8 bytes per element; no size that four ranks divide
+    "mlp-bf16-w4": "nightly",
+}
+"""Cases in which what travels and what is kept is counted, too, and from which tier on.
 
+They have several micro-batches and sizes that do not divide.
 None of them clips (fully_shard reduces the norms of all parameters as one vector, which the ledger would take for a
 payload) or has parameters of one element (broadcast one by one, the ledger would take them for scalars), and in all of
 them every parameter is trained and used (how frameworks treat others is not part of an algorithm's form).
 """
 
 
+def includes(tier: Tier, needed: Tier | None) -> bool:
+    """Whether a tier holds what is run from the tier `needed` on (None: never)."""
+    return needed is not None and TIERS.index(needed) <= TIERS.index(tier)
+
+
 def cases(tier: Tier, nproc: int, seed: int = 0) -> Iterator[Case]:
     """The cases of a tier (and of the tiers below it) whose world fits in `nproc`, smallest tiers first."""
-    included = TIERS[: TIERS.index(tier) + 1]
     for line in GRID:
-        if line.tier in included:
+        if includes(tier, line.tier):
             for world in line.worlds:
                 if world <= nproc:
                     yield line.make(world, seed)
@@ -185,5 +196,4 @@ def cases(tier: Tier, nproc: int, seed: int = 0) -> Iterator[Case]:
 
 def too_large(tier: Tier, nproc: int) -> list[tuple[str, int]]:
     """(case name, world) of the cases of a tier that need more ranks than `nproc`."""
-    included = TIERS[: TIERS.index(tier) + 1]
-    return [(f"{line.name}-w{w}", w) for line in GRID if line.tier in included for w in line.worlds if w > nproc]
+    return [(f"{line.name}-w{w}", w) for line in GRID if includes(tier, line.tier) for w in line.worlds if w > nproc]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from equivtests.adapters.adapter import Adapter, Claims, KnownDivergence, Strategy
 from equivtests.adapters.builtin import BUILTIN
 from equivtests.cases.case import Case
-from equivtests.cases.grid import LEDGER_CASES, RESTORE_CASES, Tier, cases, too_large
+from equivtests.cases.grid import LEDGER_CASES, RESTORE_CASES, Tier, cases, includes, too_large
 from equivtests.chapters.run import Chapter, Run
 from equivtests.errors import AdapterError, CaseError
 from equivtests.ranks.loading import load_adapter
@@ -79,8 +79,8 @@ def problems_of(strategy: Strategy) -> Iterator[str]:
         )
 
 
-SETS = ("worlds", "families", "features", "optimizers", "precisions", "denominators", "shards", "observes")
-"""Fields of a strategy that are sets: a string or a list would be searched otherwise, or not at all."""
+SETS = tuple(f.name for f in fields(Strategy) if isinstance(getattr(Strategy("default"), f.name), frozenset))
+"""Fields of a strategy that are sets: a string would be searched for parts of words, a list has no set operations."""
 
 
 def sequence_of(value: object, kind: type) -> bool:
@@ -116,13 +116,15 @@ def plan(
             if not wanted or strategy.name in wanted:
                 found.strategies.append(strategy.name)
                 for seed, grid in grids.items():
-                    add_strategy(found, spec, claims, strategy, grid, first=seed == min(grids))
+                    add_strategy(found, spec, claims, strategy, tier, grid, first=seed == min(grids))
     if wanted - known:
         raise AdapterError(f"--strategy {sorted(wanted - known)[0]}: unknown; known are {', '.join(sorted(known))}")
     return found
 
 
-def add_strategy(found: Plan, spec: str, claims: Claims, strategy: Strategy, grid: list[Case], first: bool) -> None:
+def add_strategy(
+    found: Plan, spec: str, claims: Claims, strategy: Strategy, tier: Tier, grid: list[Case], first: bool
+) -> None:
     """Add the runs of one strategy on one seed of the grid."""
     isolated = claims.isolation == "case"
     for case in grid:
@@ -132,9 +134,9 @@ def add_strategy(found: Plan, spec: str, claims: Claims, strategy: Strategy, gri
                 found.not_claimed.append(NotClaimed(strategy.name, case.name, reason))
             continue
         found.runs.append(Run("update", spec, strategy, case, isolated))
-        if strategy.restores and row_of(case) in RESTORE_CASES:
+        if strategy.restores and includes(tier, RESTORE_CASES.get(row_of(case))):
             found.runs.append(Run("restore", spec, strategy, case, isolated))
-        if strategy.algorithm is not None and row_of(case) in LEDGER_CASES:
+        if strategy.algorithm is not None and includes(tier, LEDGER_CASES.get(row_of(case))):
             found.runs.append(Run("ledger", spec, strategy, case, isolated))
 
 

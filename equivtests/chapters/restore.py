@@ -19,7 +19,8 @@ from equivtests.reference.expectation import expect
 def run_restore(pools: Pools, run: Run, threshold: float = THRESHOLD) -> Result:
     """Run with a save in the middle, judge it, load in fresh ranks, judge again."""
     with tempfile.TemporaryDirectory(prefix="equivtests-restore-") as directory:
-        saved = pools.run(Job(run.adapter, run.strategy.name, run.case, save_to=directory))
+        execute = pools.run_fresh if run.isolated else pools.run
+        saved = execute(Job(run.adapter, run.strategy.name, run.case, save_to=directory))
         if saved.record is None:
             return broken(run, saved)
         uninterrupted = judge_update(run, saved.record, threshold)

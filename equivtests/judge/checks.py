@@ -308,16 +308,16 @@ def buffers(view: View, update: int) -> Checks:
         if after.problem:
             yield view.failed("buffer", update, name, after.problem, after.rank)
             continue
-        hidden = None if view.expectation.steps[update].skipped else truth_at(view, update).hidden
+        skipped = view.expectation.steps[update].skipped
+        hidden, size = (None, 0.0) if skipped else (truth_at(view, update).hidden, truth_at(view, update).size)
         if hidden is not None and before.values.shape != tuple(hidden.shape):
             detail = f"has shape {before.values.shape}, the activations {tuple(hidden.shape)}"
             yield view.failed("buffer", update, name, detail)
             continue
         start = before.values.astype(np.float64)
         truth = start if hidden is None else start + 0.25 * (hidden.numpy() - start)
-        norm = float(np.linalg.norm(truth))
-        scale = max(norm, 1e-3)
-        distance = rounded(after.values, truth, loss_unit(view.case) * scale, scale, view.threshold)
+        signal = max(float(np.linalg.norm(truth)), 1e-3)
+        distance = rounded(after.values, truth, loss_unit(view.case) * max(signal, size), signal, view.threshold)
         yield view.compared("buffer", update, name, after.values, truth, distance)
 
 

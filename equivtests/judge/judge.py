@@ -22,13 +22,23 @@ def judge(
     view = View(case, strategy, record, expectation, threshold)
     judgement = Judgement()
     for update in view.updates:
-        found = [check for quantity in PER_UPDATE for check in quantity(view, update)]
+        found = checks_of_update(view, update)
         judgement.checks += found
         if failed(found):
             return judgement
     judgement.checks += [check for counter in COUNTERS for check in counter(view, case.updates)]
     judgement.checks += [check for quantity in AT_THE_END for check in quantity(view)]
     return judgement
+
+
+def checks_of_update(view: View, update: int) -> list[Check]:
+    """All checks of one update; without the weights that enter it, nothing else can be computed."""
+    found = list(PER_UPDATE[0](view, update))
+    missing = [name for name in view.expectation.weights[0] if view.whole("weight", name, update) is None]
+    if failed(found) or missing:
+        words = "not shown: every rank shows the parameters that it holds, entering every update"
+        return found if failed(found) else [*found, *(view.failed("weight update", update, n, words) for n in missing)]
+    return found + [check for quantity in PER_UPDATE[1:] for check in quantity(view, update)]
 
 
 def failed(checks: list[Check]) -> bool:

@@ -77,6 +77,9 @@ class View:
         """A check from a distance; the values with the largest error are quoted if it does not pass."""
         if distance.verdict is Verdict.PASS:
             return Check(quantity, update, name, Verdict.PASS, distance.ratio, resolution=distance.resolution)
+        if observed.shape != expected.shape:
+            words = f"has shape {observed.shape}, must be {expected.shape}"
+            return self.failed(quantity, update, name, words)
         at = worst_element(observed, expected)
         wanted, seen = (f"{float(a.reshape(-1)[at]):.9g}" if a.size > at else "-" for a in (expected, observed))
         index = [int(i) for i in np.unravel_index(at, expected.shape)] if expected.size > at else []
@@ -95,8 +98,6 @@ class View:
 
 def worst_element(observed: np.ndarray, expected: np.ndarray) -> int:
     """Flat index of the largest error; the first non-finite one if there is any."""
-    if observed.shape != expected.shape:
-        return 0
     with np.errstate(invalid="ignore"):
         error = np.abs(observed.astype(np.float64) - expected.astype(np.float64)).reshape(-1)
     return int(np.argmax(np.where(np.isfinite(error), error, np.inf))) if error.size else 0

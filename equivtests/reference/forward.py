@@ -35,11 +35,15 @@ class Batch:
 
 @dataclass
 class Sums:
-    """Per-row sums of loss terms, (N,) each; pairs: (N, D) embeddings or None; kink: least |input of a ReLU|."""
+    """Per-row sums of loss terms, (N,) each; pairs: (N, D) embeddings or None; kink: least |input of a ReLU|.
+
+    hidden, sizes: (N, D) sums over positions of the first activations and of their absolute values, or None.
+    """
 
     terms: dict[str, Tensor]
     pairs: Tensor | None = None
     hidden: Tensor | None = None
+    sizes: Tensor | None = None
     kink: float = math.inf
 
 
@@ -87,11 +91,11 @@ def _linear(w: Weights, batch: Batch) -> Sums:
 
 
 def _mlp(w: Weights, batch: Batch) -> Sums:
-    x, hidden, kink = batch.inputs, None, math.inf
+    x, hidden, sizes, kink = batch.inputs, None, None, math.inf
     for i in range(batch.model.depth):
         x = _affine(w, f"layers.{i}", x)
         if i == 0 and batch.model.has("running"):
-            hidden = x.detach().sum(dim=1)
+            hidden, sizes = x.detach().sum(dim=1), x.detach().abs().sum(dim=1)
         if i < batch.model.depth - 1:
             kink = min(kink, float(x.detach().abs().min())) if x.numel() else kink
             x = x * (x > 0)
@@ -100,7 +104,7 @@ def _mlp(w: Weights, batch: Batch) -> Sums:
     if batch.conditional.any() and batch.model.has("conditional"):
         x = x + (batch.inputs @ w["branch.weight"].T) * batch.conditional[:, None, None]
     pairs = x.sum(dim=1) if batch.model.has("pairs") else None
-    return Sums({"main": _half_square(x, batch)}, pairs, hidden, kink)
+    return Sums({"main": _half_square(x, batch)}, pairs, hidden, sizes, kink)
 
 
 def _dropout(batch: Batch, site: str, like: Tensor) -> Tensor:

@@ -23,12 +23,16 @@ States = dict[str, optimizers.State]
 
 @dataclass
 class Gradients:
-    """loss: of the window; values: by parameter, absent where no row used it; hidden: mean over rows, or None."""
+    """loss: of the window; values: by parameter, absent where no row used it; hidden: mean over rows, or None.
+
+    size: norm of the mean of the absolute values that `hidden` is made of: the scale of its rounding.
+    """
 
     loss: float
     values: Weights
     kink: float = math.inf
     hidden: Tensor | None = None
+    size: float = 0.0
 
 
 @dataclass
@@ -66,7 +70,7 @@ def gradients(
     split = split or whole(rows)
     trained = [p.name for p in parameters(case.model) if p.trained]
     total: Weights = {}
-    loss, kink, hidden = 0.0, math.inf, []
+    loss, kink, hidden, sizes = 0.0, math.inf, [], []
     if case.model.has("pairs"):
         split = Split([torch.cat(split.groups)], split.compute, split.reduce)
     for group in split.groups:
@@ -78,9 +82,15 @@ def gradients(
         _accumulate(total, trained, found, split.reduce)
         loss, kink = loss + float(part.detach()), min(kink, sums.kink)
         hidden += [] if sums.hidden is None else [sums.hidden]
+        sizes += [] if sums.sizes is None else [sums.sizes]
     like = next(iter(weights.values())).dtype
-    mean = torch.cat(hidden).sum(dim=0) / (len(rows) * case.model.length) if hidden else None
-    return Gradients(loss, {n: g.to(like) for n, g in total.items()}, kink, mean)
+    mean, size = (_mean(parts, len(rows) * case.model.length) for parts in (hidden, sizes))
+    norm_of_sizes = 0.0 if size is None else float(size.double().norm())
+    return Gradients(loss, {n: g.to(like) for n, g in total.items()}, kink, mean, norm_of_sizes)
+
+
+def _mean(parts: list[Tensor], count: int) -> Tensor | None:
+    return torch.cat(parts).sum(dim=0) / count if parts else None
 
 
 def _accumulate(total: Weights, names: list[str], found: tuple[Tensor | None, ...], dtype: torch.dtype) -> None:
