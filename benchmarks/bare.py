@@ -14,7 +14,7 @@ from equivtests.adapters.adapter import Adapter, Claims, Strategy
 from equivtests.cases.case import Case
 from equivtests.cases.windows import Feed, MicroBatch, empty_micro_batch
 from equivtests.models.build import build
-from equivtests.ranks.context import Ranks
+from equivtests.adapters.context import Ranks
 from equivtests.record.observation import Observe
 
 

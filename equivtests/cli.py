@@ -20,13 +20,13 @@ from equivtests.cases.grid import GRID, TIERS
 from equivtests.chapters.certify import certify
 from equivtests.chapters.check_adapter import check_adapter
 from equivtests.chapters.plan import claims_of
+from equivtests.chapters.records import read_record, write_record
 from equivtests.chapters.run import Chapter, Result, Run
 from equivtests.chapters.update import judge_update
 from equivtests.errors import AdapterError, CaseError, EquivtestsError
 from equivtests.explain.shrink import shrink
 from equivtests.judge.check import QUANTITIES, Verdict
 from equivtests.ranks.pools import Pools
-from equivtests.record.files import read_record, write_record
 from equivtests.report.doctor import doctor
 from equivtests.report.tally import RATIOS
 

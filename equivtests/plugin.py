@@ -17,6 +17,7 @@ from equivtests.adapters.builtin import BUILTIN
 from equivtests.cases.grid import TIERS
 from equivtests.chapters.certify import certify as certify_run
 from equivtests.chapters.plan import Plan, plan
+from equivtests.chapters.records import write_record
 from equivtests.chapters.run import Result, Run
 from equivtests.errors import EquivtestsError
 from equivtests.explain.report import reproduce
@@ -25,7 +26,6 @@ from equivtests.judge.tolerance import THRESHOLD
 from equivtests.mutants.kill import Kill, attempt, planted
 from equivtests.mutants.mutant import Mutant
 from equivtests.ranks.pools import Pools
-from equivtests.record.files import write_record
 from equivtests.report import certificate as report
 from equivtests.report.tally import markdown, table, tally, total
 

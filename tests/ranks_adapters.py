@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from equivtests.adapters.adapter import Adapter, Claims, Strategy
+from equivtests.adapters.context import Ranks
 from equivtests.cases.case import Case
 from equivtests.cases.windows import Window
-from equivtests.ranks.context import Ranks
 from equivtests.record.observation import Observe
 
 FAULTY = 1

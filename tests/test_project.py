@@ -43,7 +43,7 @@ IMPORTS = {
 """What each part of the package may import. Every part stands below those that it may import."""
 
 AGAINST_THE_DIRECTION = {
-    ("record/files.py", "adapters"),  # a record directory holds the Strategy that it is judged by
+    ("chapters/records.py", "adapters"),  # a record directory holds the Strategy that it is judged by
     ("adapters/torch_adapter.py", "ranks"),  # Ranks, the type of an argument
 }
 """Imports that close a circle of parts (not of modules). An import for types only is not counted."""

@@ -18,9 +18,9 @@ from strategies import cases
 from synthetic import CUTS, STRATEGY, record_of
 
 from equivtests.cases.case import Case, Layout, Model
+from equivtests.chapters.records import read_record, write_record
 from equivtests.errors import RecordError
 from equivtests.judge.judge import judge
-from equivtests.record.files import read_record, write_record
 from equivtests.record.observation import Observation, Place, Record
 from equivtests.reference.expectation import expect
 

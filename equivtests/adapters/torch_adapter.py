@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from equivtests.adapters.adapter import Adapter
+from equivtests.adapters.context import Ranks
 from equivtests.adapters.places import show
 from equivtests.cases.case import Case
 from equivtests.cases.parameters import decays
 from equivtests.cases.windows import Feed, MicroBatch, Window, empty_micro_batch
 from equivtests.models.build import TERM_DENOMINATOR, TERM_WEIGHTS, build
 from equivtests.models.parts import Terms
-from equivtests.ranks.context import Ranks
 from equivtests.record.observation import Observe, Place
 
 CLIP_EPS = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does

@@ -36,6 +36,9 @@ def initial_weights(view: View, update: int) -> Checks:
             yield from view.absent("initial weights", 0, name, "weight")
         elif whole.problem:
             yield view.failed("initial weights", 0, name, whole.problem, whole.rank)
+        elif whole.values.dtype != dtype:
+            words = f"kept in {whole.values.dtype}, but the case says {dtype}"
+            yield view.failed("initial weights", 0, name, words)
         else:
             expected = value.astype(dtype)
             yield view.compared("initial weights", 0, name, whole.values, expected, equal(whole.values, expected))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from equivtests.adapters.context import Ranks
 from equivtests.adapters.native.ddp import DDP
 from equivtests.adapters.native.fsdp2 import FSDP2
 from equivtests.adapters.textbook.collectives import all_gather
@@ -30,7 +31,6 @@ from equivtests.mutants.situations import (
     MIDDLE_SQUARE,
     MIDDLE_UNEVEN,
 )
-from equivtests.ranks.context import Ranks
 from equivtests.record.observation import Observe
 
 # ---------------------------------------------------------------------------------------------- weights and layout

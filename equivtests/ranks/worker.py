@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from equivtests.adapters.adapter import Adapter
+from equivtests.adapters.context import Ranks
 from equivtests.ranks import flight, progress
 from equivtests.ranks.collectives import CollectiveRecorder
-from equivtests.ranks.context import Ranks
 from equivtests.ranks.determinism import deterministic, reseed
 from equivtests.ranks.job import Job, Seat
 from equivtests.ranks.loading import load_adapter
