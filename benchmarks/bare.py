@@ -11,10 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from equivtests.adapters.adapter import Adapter, Claims, Strategy
+from equivtests.adapters.context import Ranks
 from equivtests.cases.case import Case
 from equivtests.cases.windows import Feed, MicroBatch, empty_micro_batch
 from equivtests.models.build import build
-from equivtests.adapters.context import Ranks
 from equivtests.record.observation import Observe
 
 

@@ -23,7 +23,7 @@ BAR = 100.0
 JOBS = 200
 CASE = Case("trivial", Model("linear"), ((((8,),), ((3,),), ((5,),), ((2,),)),), Layout(4))
 
-THEIRS = '''
+THEIRS = """
 import sys
 import torch, torch.distributed as dist
 from torch.testing._internal.common_distributed import MultiProcessTestCase
@@ -51,7 +51,7 @@ for i in range(int(os.environ["TESTS"])):
 
 if __name__ == "__main__":
     run_tests()
-'''
+"""
 
 
 def theirs(tests: int, script: Path) -> float:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
@@ -59,11 +60,13 @@ def main() -> int:
             bare = own = 0.0
             for case in chosen:
                 run = Run("update", spec, strategy_of(spec, name), case)
-                asked = median(lambda case=case: pools.run(Job("bare:Empty", name, case)))
-                built = median(lambda case=case: pools.run(Job("bare:Bare", name, case))) - asked
-                whole = median(lambda run=run: certify(pools, run)) + expectation_seconds(case)
+                asked = median(partial(pools.run, Job("bare:Empty", name, case)))
+                built = median(partial(pools.run, Job("bare:Bare", name, case))) - asked
+                whole = median(partial(certify, pools, run)) + expectation_seconds(case)
                 bare, own = bare + built, own + whole - built
-                print(f"{name:6} {case.name:20} bare {1e3 * built:6.1f} ms, own part {(whole - built) / built:5.2f} of it")
+                print(
+                    f"{name:6} {case.name:20} bare {1e3 * built:6.1f} ms, own part {(whole - built) / built:5.2f} of it"
+                )
             print(f"{name:6} all: own part {own / bare:.2f} of the bare script (bar {BAR})")
             worst = max(worst, own / bare)
     return 0 if worst <= BAR else 1

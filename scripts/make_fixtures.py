@@ -27,7 +27,10 @@ def still_killed(pools: Pools, mutant: Mutant, case: Case) -> bool:
     parent, faulty = strategy_of(mutant.parent, mutant.strategy), strategy_of(mutant.adapter, mutant.strategy)
     smaller = Mutant(**{**vars(mutant), "case": case})
     try:
-        if parent.refusal(case) or certify(pools, smaller.parent_run(parent), confirm=False).verdict is not Verdict.PASS:
+        if (
+            parent.refusal(case)
+            or certify(pools, smaller.parent_run(parent), confirm=False).verdict is not Verdict.PASS
+        ):
             return False
         result = certify(pools, smaller.run(faulty), confirm=False)
     except (EquivtestsError, IndexError):

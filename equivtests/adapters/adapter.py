@@ -86,7 +86,9 @@ class Strategy:
             unknown = sorted(set(used) - set(known))
             if unknown:
                 words_known = ", ".join(sorted(known))
-                raise ValueError(f"strategy {self.name!r}: {field_name}: unknown {unknown[0]!r}; known are {words_known}")
+                raise ValueError(
+                    f"strategy {self.name!r}: {field_name}: unknown {unknown[0]!r}; known are {words_known}"
+                )
 
     def refusal(self, case: Case) -> str | None:
         """Why this strategy does not claim the case, or None if it does."""
@@ -99,7 +101,10 @@ class Strategy:
             (optimizer.name not in self.optimizers, f"optimizer {optimizer.name}"),
             (precision.label not in self.precisions, f"precision {precision.label}"),
             (precision.loss_scale is not None and not self.loss_scale, "loss scaling"),
-            (optimizer.clip is not None and optimizer.clip_norm not in self.clips, f"clipping by norm {optimizer.clip_norm}"),
+            (
+                optimizer.clip is not None and optimizer.clip_norm not in self.clips,
+                f"clipping by norm {optimizer.clip_norm}",
+            ),
             (len(set(optimizer.schedule)) > 1 and not self.schedules, "a learning-rate schedule"),
             (optimizer.weight_decay > 0 and not self.decays, "weight decay"),
             (case.semantics.denominator not in self.denominators, f"denominator {case.semantics.denominator}"),

@@ -340,9 +340,7 @@ def _read_dataclass(kind: type, data: Any, where: str) -> Any:
     if unknown:
         raise CaseError(f"{where}: unknown field {unknown[0]!r}; known are {', '.join(sorted(fields))}")
     required = {
-        n
-        for n, f in fields.items()
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        n for n, f in fields.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     }
     missing = sorted(required - set(data))
     if missing:

@@ -46,7 +46,8 @@ ADAMW = Optimizer("adamw", lr=2.0**-6, weight_decay=0.125, decay_vectors=False, 
 def fold(windows: Windows, ranks: int) -> Windows:
     """The same rows on fewer ranks: rank r takes what ranks r, r + ranks, … had, as further micro-batches."""
     return tuple(
-        tuple(tuple(micro for source in window[r::ranks] for micro in source) for r in range(ranks)) for window in windows
+        tuple(tuple(micro for source in window[r::ranks] for micro in source) for r in range(ranks))
+        for window in windows
     )
 
 

@@ -51,7 +51,9 @@ class Contents:
 def write_record(directory: Path, case: Case, strategy: Strategy, record: Record) -> None:
     """Write a record directory (made if missing)."""
     directory.mkdir(parents=True, exist_ok=True)
-    entries = tuple(Entry(o.kind, o.name, o.rank, o.update, o.place, o.dtype, o.microbatch) for o in record.observations)
+    entries = tuple(
+        Entry(o.kind, o.name, o.rank, o.update, o.place, o.dtype, o.microbatch) for o in record.observations
+    )
     device = cast(Literal["cpu", "cuda"], record.device)
     contents = Contents(FORMAT, case, strategy, record.world, entries, device)
     (directory / "record.json").write_text(json.dumps(to_json(contents), indent=1, sort_keys=True) + "\n")
@@ -75,7 +77,9 @@ def _contents(directory: Path) -> Contents:
     try:
         contents = from_json(Contents, json.loads(path.read_text()), "record.json")
     except OSError:
-        raise RecordError(f"{path} cannot be read: a record directory holds record.json and rank-N.safetensors") from None
+        raise RecordError(
+            f"{path} cannot be read: a record directory holds record.json and rank-N.safetensors"
+        ) from None
     except (ValueError, RecursionError, CaseError) as error:
         raise RecordError(f"{path}: {error}") from None
     if contents.format != FORMAT:

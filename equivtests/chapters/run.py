@@ -75,7 +75,9 @@ class Result:
             "exact": self.run.case.exact,
             "precision": self.run.case.precision.label,
             "semantics": self.run.strategy.contract(self.run.case).describe(),
-            "first": None if first is None else {"quantity": first.quantity, "update": first.update, "name": first.name},
+            "first": None
+            if first is None
+            else {"quantity": first.quantity, "update": first.update, "name": first.name},
             "failure": None if self.failure is None else {"kind": self.failure.kind, "rank": self.failure.rank},
             "explanation": self.explanation,
         }

@@ -47,7 +47,9 @@ def finish(run: Run, judgement: Judgement, view: View, records: list[Record]) ->
         result.verdict = Verdict.KNOWN
     elif judgement.verdict is Verdict.PASS:
         result.verdict = Verdict.FAIL
-        result.explanation = [f"declared to differ in {known.quantity} ({known.reason}), but it passes: remove the entry"]
+        result.explanation = [
+            f"declared to differ in {known.quantity} ({known.reason}), but it passes: remove the entry"
+        ]
     return result
 
 

@@ -14,6 +14,7 @@ from equivtests.record.observation import KINDS
 if TYPE_CHECKING:
     from equivtests.chapters.run import Run
 
+
 def explain(run: Run, view: View, judgement: Judgement) -> list[str]:
     """Lines about the first difference of a judged run."""
     check = judgement.first

@@ -105,7 +105,15 @@ def samples(view: View, update: int) -> Checks:
     rank = next((o.rank for o in shown if set(decode_ids(view.case.model, o.values()).tolist()) & set(extra)), None)
     words = f"never fed: {missing or 'none'}; fed too often or not of this window: {extra or 'none'}"
     yield Check(
-        "samples", update, "ids", Verdict.FAIL, np.inf, rank, f"{len(wanted)} samples", f"{found.total()} samples", words
+        "samples",
+        update,
+        "ids",
+        Verdict.FAIL,
+        np.inf,
+        rank,
+        f"{len(wanted)} samples",
+        f"{found.total()} samples",
+        words,
     )
 
 
@@ -123,7 +131,9 @@ def tokens(view: View, update: int) -> Checks:
     first = wrong[0]
     counted = ", ".join(f"rank {o.rank}: {o.array}" for o in shown)
     kind = "" if first.array.dtype.kind in "iu" else f" (dtype {first.dtype}, must be an integer)"
-    yield Check("tokens", update, "tokens", Verdict.FAIL, np.inf, first.rank, str(wanted), str(first.array), counted + kind)
+    yield Check(
+        "tokens", update, "tokens", Verdict.FAIL, np.inf, first.rank, str(wanted), str(first.array), counted + kind
+    )
 
 
 def loss(view: View, update: int) -> Checks:
@@ -177,7 +187,9 @@ def gradient(view: View, update: int) -> Checks:
         whole = view.whole("gradient", name, update)
         if name not in truth:
             if name in trained_names(view.case) or name not in initial(view.case):
-                yield view.failed("gradient", update, name, "present, but on one device it is absent (None is not zero)")
+                yield view.failed(
+                    "gradient", update, name, "present, but on one device it is absent (None is not zero)"
+                )
         elif whole is None:
             yield view.failed("gradient", update, name, "absent, but on one device it is present")
         elif whole.problem:
@@ -401,7 +413,9 @@ PER_UPDATE: tuple[Callable[[View, int], Checks], ...] = (
     gradient,
     clipping(scalar("norm", "norm", observed_norm, working)),
     clipping(scalar("clip coefficient", "clip", expected_clip, working)),
-    stepping(scalar("learning rate", "lr", lambda view, update: view.expectation.steps[update].rate, lambda view: 2.0**-52)),
+    stepping(
+        scalar("learning rate", "lr", lambda view, update: view.expectation.steps[update].rate, lambda view: 2.0**-52)
+    ),
     weight_update,
     optimizer_state,
     stepping(weight_norm),

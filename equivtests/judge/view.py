@@ -84,7 +84,9 @@ class View:
         wanted, seen = (f"{float(a.reshape(-1)[at]):.9g}" if a.size > at else "-" for a in (expected, observed))
         index = [int(i) for i in np.unravel_index(at, expected.shape)] if expected.size > at else []
         where = f"element {index}" if index else ""
-        return Check(quantity, update, name, distance.verdict, distance.ratio, None, wanted, seen, where, distance.resolution)
+        return Check(
+            quantity, update, name, distance.verdict, distance.ratio, None, wanted, seen, where, distance.resolution
+        )
 
     def failed(self, quantity: str, update: int, name: str, detail: str, rank: int | None = None) -> Check:
         return Check(quantity, update, name, Verdict.FAIL, np.inf, rank, detail=detail)

@@ -52,7 +52,10 @@ def attempt(pools: Pools, mutant: Mutant) -> Kill:
         return Kill(mutant, True, result.explanation, result)
     seen = f"{result.verdict} by {first.quantity}" if first else str(result.verdict)
     return Kill(
-        mutant, False, [f"{mutant.name} survived: expected FAIL by {mutant.quantity}, got {seen}", *result.explanation], result
+        mutant,
+        False,
+        [f"{mutant.name} survived: expected FAIL by {mutant.quantity}, got {seen}", *result.explanation],
+        result,
     )
 
 

@@ -17,7 +17,8 @@ ENVIRONMENT = {
     "NCCL_PROTO": "Simple",
     "NVIDIA_TF32_OVERRIDE": "0",
 }
-"""Set before the libraries that read them are initialized. The fork server sets the threads to 1; else the user's values stand."""
+"""Set before the libraries that read them are initialized. The fork server sets the threads to 1; else
+the user's values stand."""
 
 
 def deterministic(device: str) -> dict[str, str]:

@@ -137,5 +137,5 @@ class ForkServer:
 
 def _environment() -> dict[str, str]:
     """One thread for every library, and a flight recorder that is small enough to be read at once."""
-    threads = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     return os.environ | threads | {"TORCH_FR_BUFFER_SIZE": "64", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

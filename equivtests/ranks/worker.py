@@ -35,7 +35,8 @@ ENTERING = frozenset({"weight", "state", "buffer", "step", "loss_scale", "random
 MESSAGE = 500
 
 Answer = tuple[Any, ...]
-"""("ready", settings), ("done", observations, collectives, number of the newest collective), or ("raised" or "exited", "raised ValueError: …", traceback)."""
+"""("ready", settings), ("done", observations, collectives, number of the newest collective), or
+("raised" or "exited", "raised ValueError: …", traceback)."""
 
 
 def main(seat: Seat, pipe: Connection) -> int:

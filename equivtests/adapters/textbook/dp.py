@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -65,7 +64,7 @@ class DataParallel(TorchAdapter):
         return weight * pair_loss(gather_rows(embeddings))
 
     def synchronize(self) -> None:
-        for name, parameter in self.globally_used():
+        for _, parameter in self.globally_used():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [p.grad for _, p in self.trainable() if p.grad is not None]
@@ -136,5 +135,3 @@ class Cast(nn.Module):
         cast = {n: p.to(self.to_dtype) for n, p in module.named_parameters()}
         inputs = inputs.to(self.to_dtype) if inputs.is_floating_point() else inputs
         return torch.func.functional_call(module, cast, (inputs, *rest))
-
-
