@@ -74,6 +74,13 @@ class Bare(Empty):
         self.optimizer.zero_grad()
 
     def gather(self, tensors: Any) -> list[np.ndarray]:
-        """Whole tensors as arrays, on every rank."""
-        whole = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors if isinstance(t, torch.Tensor)]
-        return [t.detach().numpy().copy() for t in whole]
+        """Tensor by tensor: the whole of what is sharded, and every rank's copy of what is not (on rank 0)."""
+        gathered = []
+        for tensor in (t.detach() for t in tensors if isinstance(t, torch.Tensor)):
+            if hasattr(tensor, "full_tensor"):
+                gathered.append(tensor.full_tensor())
+            else:
+                copies = [torch.empty_like(tensor) for _ in range(self.ranks.world)] if self.ranks.rank == 0 else None
+                dist.gather(tensor, copies)
+                gathered += copies or []
+        return [t.numpy().copy() for t in gathered]

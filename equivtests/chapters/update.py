@@ -5,7 +5,7 @@ from __future__ import annotations
 from equivtests.chapters.run import Result, Run
 from equivtests.explain.report import explain, explain_failure
 from equivtests.judge.check import Judgement, Verdict
-from equivtests.judge.judge import judge
+from equivtests.judge.judge import judge_view
 from equivtests.judge.tolerance import THRESHOLD
 from equivtests.judge.view import View
 from equivtests.ranks.job import Job, Outcome
@@ -30,9 +30,8 @@ def conclude(run: Run, outcome: Outcome, threshold: float = THRESHOLD) -> Result
 def judge_update(run: Run, record: Record, threshold: float = THRESHOLD) -> Result:
     """Judge a record of an update run, wherever it was made."""
     expectation = expect(run.case, run.strategy.contract(run.case))
-    judgement = judge(run.case, run.strategy, record, expectation, threshold)
     view = View(run.case, run.strategy, record, expectation, threshold)
-    return finish(run, judgement, view, [record])
+    return finish(run, judge_view(view), view, [record])
 
 
 def finish(run: Run, judgement: Judgement, view: View, records: list[Record]) -> Result:

@@ -26,6 +26,8 @@ def assemble(parts: list[Observation], world: int) -> Whole:
     Every copy (replica number) must cover every element exactly once, and all copies must be equal bit for bit. Partial
     values of all ranks are added up (or averaged).
     """
+    if _equal_copies(parts):
+        return Whole(parts[0].values(), copies=len(parts))
     problem = _misfit(parts)
     if problem:
         return Whole(np.zeros(()), problem, parts[0].rank)
@@ -37,6 +39,23 @@ def assemble(parts: list[Observation], world: int) -> Whole:
     filled = [_fill(members) for _, members in sorted(copies.items())]
     broken = next((whole for whole in filled if whole.problem), None)
     return broken or _compare_copies(filled, [members for _, members in sorted(copies.items())])
+
+
+def _equal_copies(parts: list[Observation]) -> bool:
+    """The usual case, without detours: every part is the whole tensor, every copy is its own, and all have the same bytes."""
+    first = parts[0]
+    if first.place.box is not None or first.place.interval is not None or first.array.shape != first.place.shape:
+        return False
+    content, seen = first.array.tobytes(), set()
+    for part in parts:
+        place = part.place
+        if place.partial or place.box is not None or place.interval is not None or place.replica in seen:
+            return False
+        same = (place.shape, part.dtype, part.array.dtype) == (first.place.shape, first.dtype, first.array.dtype)
+        if not same or part.array.tobytes() != content:
+            return False
+        seen.add(place.replica)
+    return True
 
 
 def _misfit(parts: list[Observation]) -> str:

@@ -19,14 +19,18 @@ def judge(
 
     An update whose stage failed is the last one looked at: what follows from a fault is not another fault.
     """
-    view = View(case, strategy, record, expectation, threshold)
+    return judge_view(View(case, strategy, record, expectation, threshold))
+
+
+def judge_view(view: View) -> Judgement:
+    """The same for a view that is at hand."""
     judgement = Judgement()
     for update in view.updates:
         found = checks_of_update(view, update)
         judgement.checks += found
         if failed(found):
             return judgement
-    judgement.checks += [check for counter in COUNTERS for check in counter(view, case.updates)]
+    judgement.checks += [check for counter in COUNTERS for check in counter(view, view.case.updates)]
     judgement.checks += [check for quantity in AT_THE_END for check in quantity(view)]
     return judgement
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from equivtests.judge.assemble import Whole, equal_bits
 from equivtests.judge.check import Check, Judgement, Verdict
-from equivtests.judge.judge import failed, judge
+from equivtests.judge.judge import failed, judge_view
 from equivtests.judge.tolerance import equal
 from equivtests.judge.view import View
 from equivtests.record.observation import Observation, Place
@@ -35,8 +35,7 @@ def judge_restored(whole: View, restored: View) -> Judgement:
     update = whole.case.save_after
     judgement = Judgement([check for stage in STAGES for check in stage(whole, restored, update)])
     if not failed(judgement.checks):
-        case, strategy, threshold = restored.case, restored.strategy, restored.threshold
-        judgement.checks += judge(case, strategy, restored.record, restored.expectation, threshold).checks
+        judgement.checks += judge_view(restored).checks
     return judgement
 
 
