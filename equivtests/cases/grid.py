@@ -152,12 +152,12 @@ GRID: tuple[Row, ...] = (
 
 
 RESTORE_CASES: dict[str, Tier] = {
-    "gpt-adamw-w2": "quick",
     "gpt-dropout-w4": "default",  # AdamW, a schedule, dropout
     "mlp-loss-scale-w4": "default",
     "mlp-hsdp-w4": "default",
     "mlp-fp16-wire-w4": "default",
     "gpt-adamw-w4": "nightly",
+    "gpt-adamw-w2": "nightly",
     "linear-bf16-w4": "nightly",
 }
 """Cases that are also saved in the middle and restored in fresh ranks, and from which tier on."""

@@ -125,7 +125,7 @@ def plan(
 def add_strategy(
     found: Plan, spec: str, claims: Claims, strategy: Strategy, tier: Tier, grid: list[Case], first: bool
 ) -> None:
-    """Add the runs of one strategy on one seed of the grid."""
+    """Add the runs of one strategy on one seed; what is kept and what travels is looked at on the first seed alone."""
     isolated = claims.isolation == "case"
     for case in grid:
         reason = strategy.refusal(case)
@@ -134,6 +134,8 @@ def add_strategy(
                 found.not_claimed.append(NotClaimed(strategy.name, case.name, reason))
             continue
         found.runs.append(Run("update", spec, strategy, case, isolated))
+        if not first:
+            continue
         if strategy.restores and includes(tier, RESTORE_CASES.get(row_of(case))):
             found.runs.append(Run("restore", spec, strategy, case, isolated))
         if strategy.algorithm is not None and includes(tier, LEDGER_CASES.get(row_of(case))):

@@ -53,7 +53,7 @@ def tally(plan: Plan, results: Iterable[dict[str, Any]]) -> list[Row]:
         row = rows[result["strategy"]]
         row.counts["run"] += 1
         row.counts[COUNTED[Verdict(result["verdict"])]] += 1
-        if not result["exact"]:
+        if not result["exact"] and result["verdict"] != Verdict.KNOWN:
             for quantity, ratio in result["worst"].items():
                 row.worst[quantity] = max(row.worst.get(quantity, 0.0), ratio)
     return list(rows.values())
