@@ -76,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     checking = command("adapter-check", adapter_check, "find out in seconds whether an adapter itself works")
     checking.add_argument("adapter", metavar="MODULE:CLASS")
     checking.add_argument("--nproc", type=int, default=2, help="ranks to try it on (default 2)")
+    _where(checking)
     shrinking = command("shrink", shrink_case, "make a failing case small")
     shrinking.add_argument("case", type=Path, metavar="CASE.json")
     shrinking.add_argument("output", type=Path, metavar="SMALLER.json")
@@ -91,6 +92,10 @@ def _on_ranks(sub: argparse.ArgumentParser) -> None:
     instead = "instead of the built-in ones"
     sub.add_argument("--adapter", action="append", default=[], metavar="MODULE:CLASS", help=instead)
     sub.add_argument("--strategy", action="append", default=[], metavar="NAME")
+    _where(sub)
+
+
+def _where(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     sub.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     sub.add_argument("--deadline", type=seconds, default=30.0, metavar="SECONDS")
@@ -193,14 +198,15 @@ def _claimed(options: argparse.Namespace, fixture: Fixture) -> Iterable[Run]:
     """Runs of a fixture's case by the adapters that the options name; what is not claimed is said."""
     found = 0
     for spec in options.adapter:
-        for strategy in claims_of(spec).strategies:
+        claims = claims_of(spec)
+        for strategy in claims.strategies:
             reason = strategy.refusal(fixture.case) or chapter_refusal(strategy, fixture.chapter)
             if reason is not None:
                 print(f"NOT CLAIMED {strategy.name}: {reason}")
             elif not options.strategy or strategy.name in options.strategy:
                 found += 1
-                command = _command(options, strategy.name)
-                yield Run(fixture.chapter, spec, strategy, fixture.case, command=command)
+                isolated, command = claims.isolation == "case", _command(options, strategy.name)
+                yield Run(fixture.chapter, spec, strategy, fixture.case, isolated, command)
     if not found:
         raise AdapterError(f"no strategy of {', '.join(options.adapter)} claims this case")
 
@@ -223,7 +229,7 @@ def judge_record(options: argparse.Namespace) -> int:
 
 
 def adapter_check(options: argparse.Namespace) -> int:
-    with closing(Pools(options.nproc)) as pools:
+    with closing(Pools(options.nproc, options.backend, options.device, options.deadline)) as pools:
         lines, ok = check_adapter(pools, options.adapter)
     print("\n".join(lines))
     return 0 if ok else 1

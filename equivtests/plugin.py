@@ -64,6 +64,7 @@ class Session:
         self.pools = Pools(option.nproc, option.backend, option.device, option.deadline)
         self.results: list[dict[str, Any]] = []
         self.kills: list[dict[str, Any]] = []
+        self.settings: dict[str, str] = {}
         self._plan: Plan | None = None
 
     @property
@@ -81,9 +82,8 @@ class Session:
 
     def selection(self) -> report.Selection:
         o = self.option
-        return report.Selection(
-            o.nproc, o.backend, o.device, o.tier, self.adapters, tuple(o.strategy), self.seeds, o.threshold
-        )
+        chosen = (self.adapters, tuple(o.strategy), self.seeds, o.threshold, self.settings)
+        return report.Selection(o.nproc, o.backend, o.device, o.tier, *chosen)
 
     def check(self) -> None:
         """What can be refused before anything is collected, where the options ask for something of their own."""
@@ -97,7 +97,7 @@ class Session:
                 _ = self.plan
         if self.option.device != "cpu":
             self.pools.warm()
-            self.pools._check_devices()
+            self.pools.check_devices()
 
     def repeatable(self, run: Run) -> Run:
         """The run with a command that also repeats the options that it was made with."""
@@ -185,7 +185,7 @@ def certify(equivtests_session: Session, request: pytest.FixtureRequest) -> Call
             result = certify_run(equivtests_session.pools, run, equivtests_session.option.threshold)
         except EquivtestsError as error:
             result = Result(run, Verdict.ERROR, explanation=[f"{run.strategy.name} on {run.case.name}: {error}"])
-        request.node.stash[RESULT] = {"result": result.summary()}
+        request.node.stash[RESULT] = {"result": result.summary(), "settings": equivtests_session.pools.settings}
         keep(equivtests_session, result)
         if result.verdict not in (Verdict.PASS, Verdict.KNOWN):
             pytest.fail(f"{result.verdict}: " + "\n".join(result.explanation), pytrace=False)
@@ -260,6 +260,7 @@ class Collector:
         found = getattr(report, "equivtests", None)
         if found and "result" in found:
             self.session.results.append(found["result"])
+            self.session.settings = found["settings"] or self.session.settings
         if found and "kill" in found:
             self.session.kills.append(found["kill"])
 
@@ -289,6 +290,8 @@ def summarize(reporter: Any, session: Session, data: dict[str, Any], path: Path 
         reporter.write_line(line)
     for name, world in session.plan.too_large:
         reporter.write_line(f"{name} needs --nproc {world}")
+    for line in session.plan.unmatched:
+        reporter.write_line(line)
     if session.option.threshold > THRESHOLD:
         reporter.write_line(f"the threshold was loosened to {session.option.threshold:g} (default {THRESHOLD:g})")
     partial = "partial result, not a certificate (not everything declared ran and passed)"

@@ -3,15 +3,15 @@
 import torch
 import torch.distributed as dist
 
-from equivtests.adapters.adapter import MANDATORY, Claims, Strategy
-from equivtests.adapters.torch_adapter import TorchAdapter
+from equivtests.adapters.adapter import Claims, Strategy
+from equivtests.adapters.torch_adapter import SHOWN, TorchAdapter
 
 
 class MyFramework(TorchAdapter):
     def claims(self):
         strategy = Strategy(
             "my-dp",
-            observes=MANDATORY | {"tokens", "norm", "clip", "lr", "state", "step", "cursor"},
+            observes=SHOWN,
             algorithm="all-reduce",
             restores=True,
         )

@@ -27,6 +27,12 @@ from equivtests.models.build import TERM_DENOMINATOR, TERM_WEIGHTS, build
 from equivtests.models.parts import Terms
 from equivtests.record.observation import Observe, Place
 
+SHOWN = frozenset(
+    {"inputs", "tokens", "loss", "gradient", "norm", "clip", "lr", "weight", "state"}
+    | {"step", "random_state", "cursor", "bytes"}
+)
+"""The kinds that every adapter derived from `TorchAdapter` shows: use it as `Strategy(observes=SHOWN)`."""
+
 CLIP_EPS = 1e-6  # added to the norm, as torch.nn.utils.clip_grad_norm_ does
 
 Shown = tuple[str, Tensor, Place | None]

@@ -48,6 +48,11 @@ def read(path: Path) -> Fixture:
     fixture = from_json(Fixture, data, str(path))
     if fixture.format != FORMAT:
         raise CaseError(f"{path}: format {fixture.format}; this version reads {FORMAT}")
+    for spec in (fixture.faulty, fixture.correct):
+        if not spec.startswith("equivtests."):
+            raise CaseError(
+                f"{path}: adapter {spec!r} is not one of equivtests: run the case with --adapter {spec} instead"
+            )
     return fixture
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from equivtests.adapters.adapter import Adapter, Claims, KnownDivergence, Strategy
 from equivtests.adapters.builtin import BUILTIN
 from equivtests.cases.case import Case
-from equivtests.cases.grid import LEDGER_CASES, RESTORE_CASES, Tier, cases, includes, too_large
+from equivtests.cases.grid import GRID, LEDGER_CASES, RESTORE_CASES, Tier, cases, includes, too_large
 from equivtests.chapters.run import Chapter, Run
 from equivtests.errors import AdapterError, CaseError
 from equivtests.ranks.loading import load_adapter
@@ -29,12 +30,13 @@ class NotClaimed:
 
 @dataclass
 class Plan:
-    """Declared runs in the order they are made, what is not claimed, and cases that need more ranks."""
+    """Declared runs in the order they are made, what is not claimed, cases that need more ranks, idle declarations."""
 
     runs: list[Run] = field(default_factory=list)
     strategies: list[str] = field(default_factory=list)
     not_claimed: list[NotClaimed] = field(default_factory=list)
     too_large: list[tuple[str, int]] = field(default_factory=list)
+    unmatched: list[str] = field(default_factory=list)
 
     def of(self, chapter: Chapter) -> list[Run]:
         return [run for run in self.runs if run.chapter == chapter]
@@ -115,11 +117,22 @@ def plan(
         for strategy in claims.strategies:
             if not wanted or strategy.name in wanted:
                 found.strategies.append(strategy.name)
+                found.unmatched += unmatched(strategy)
                 for seed, grid in grids.items():
                     add_strategy(found, spec, claims, strategy, tier, grid, first=seed == min(grids))
     if wanted - known:
         raise AdapterError(f"--strategy {sorted(wanted - known)[0]}: unknown; known are {', '.join(sorted(known))}")
     return found
+
+
+def unmatched(strategy: Strategy) -> list[str]:
+    """Declared divergences whose pattern fits no case of the whole grid: a slip of the pen, or an entry to remove."""
+    names = [f"{row.name}-w{world}" for row in GRID for world in row.worlds]
+    return [
+        f"known divergence {k.case!r} of {strategy.name} matches no case of the grid"
+        for k in strategy.known
+        if not fnmatch.filter(names, k.case)
+    ]
 
 
 def add_strategy(

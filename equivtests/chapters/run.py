@@ -79,5 +79,5 @@ class Result:
             if first is None
             else {"quantity": first.quantity, "update": first.update, "name": first.name},
             "failure": None if self.failure is None else {"kind": self.failure.kind, "rank": self.failure.rank},
-            "explanation": self.explanation,
+            "explanation": self.explanation[:1] if self.failure else self.explanation,  # stacks hold paths
         }

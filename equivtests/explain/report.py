@@ -68,7 +68,8 @@ def reproduce(run: Run) -> str:
     seeded = re.search(r"-s(\d+)$", run.case.name)
     seed = f"--seed {seeded[1]} " if seeded else ""
     expression = f"[{run.id}] and {run.chapter}"
-    return f'pytest --nproc {run.case.layout.world} --tier nightly {adapter}{seed}--pyargs equivtests -k "{expression}"'
+    selection = f"--nproc {run.case.layout.world} --tier nightly {adapter}{seed}--pyargs equivtests"
+    return f'python -m pytest {selection} -k "{expression}"'
 
 
 def explain_failure(run: Run, failure: Failure) -> list[str]:

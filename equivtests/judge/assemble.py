@@ -42,7 +42,7 @@ def assemble(parts: list[Observation], world: int) -> Whole:
 
 
 def _equal_copies(parts: list[Observation]) -> bool:
-    """The usual case, without detours: every part is the whole tensor, every copy is its own, and all have the same bytes."""
+    """The usual case, without detours: every part is a whole copy of its own, and all have the same bytes."""
     first = parts[0]
     if first.place.box is not None or first.place.interval is not None or first.array.shape != first.place.shape:
         return False

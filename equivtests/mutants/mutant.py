@@ -37,7 +37,7 @@ class Mutant:
 
     @property
     def command(self) -> str:
-        return f'pytest --nproc {self.case.layout.world} --mutants --pyargs equivtests -k "[{self.name}]"'
+        return f'python -m pytest --nproc {self.case.layout.world} --mutants --pyargs equivtests -k "[{self.name}]"'
 
 
 MUTANTS: dict[str, Mutant] = {}

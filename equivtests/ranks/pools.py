@@ -58,12 +58,12 @@ class Pools:
         if world > self.nproc:
             raise RanksError(f"case {job.case.name!r} needs --nproc {world}; this run has --nproc {self.nproc}")
         self.warm()
-        self._check_devices()
+        self.check_devices()
         if world not in self._pools:
             self._pools[world] = Pool(world, self.backend, self.device, self.deadline, self._server)
         return self._pools[world]
 
-    def _check_devices(self) -> None:
+    def check_devices(self) -> None:
         if self._checked or self.device == "cpu":
             return
         assert self._server is not None

@@ -48,6 +48,7 @@ def certificate(selection: Selection, plan: Plan, results: list[dict[str, Any]])
         "all": {"counts": total(rows).counts, "worst": total(rows).worst},
         "runs": sorted(results, key=lambda r: (r["strategy"], r["chapter"], r["case"])),
         "not_claimed": [asdict(left) for left in plan.not_claimed],
+        "unmatched": plan.unmatched,
         "too_large": [{"case": name, "needs": f"--nproc {world}"} for name, world in plan.too_large],
     }
 

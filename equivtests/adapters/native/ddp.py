@@ -14,13 +14,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from equivtests.adapters.adapter import MANDATORY, PLAIN_FEATURES, Claims, Strategy
-from equivtests.adapters.torch_adapter import Shown, TorchAdapter
+from equivtests.adapters.adapter import PLAIN_FEATURES, Claims, Strategy
+from equivtests.adapters.torch_adapter import SHOWN, Shown, TorchAdapter
 from equivtests.cases.windows import MicroBatch
 from equivtests.record.observation import Place
 
 NATIVE_FEATURES = PLAIN_FEATURES | {"dropout", "extra_head", "z_loss"}
-NATIVE_OBSERVES = MANDATORY | {"tokens", "norm", "clip", "lr", "state", "step", "random_state", "cursor", "bytes"}
 OPTIONS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "ddp-no-sync": {},
@@ -34,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def native(name: str, **changes: Any) -> Strategy:
     """A strategy of torch's own, with what all of them share."""
-    shared: dict[str, Any] = {"features": NATIVE_FEATURES, "observes": NATIVE_OBSERVES, "restores": True}
+    shared: dict[str, Any] = {"features": NATIVE_FEATURES, "observes": SHOWN, "restores": True}
     return Strategy(name, **(shared | changes))
 
 

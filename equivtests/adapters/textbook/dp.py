@@ -12,16 +12,13 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from equivtests.adapters.adapter import PLAIN_FEATURES, Claims, Strategy
 from equivtests.adapters.textbook.collectives import all_reduce, any_rank
 from equivtests.adapters.textbook.pairs import gather_rows, pair_loss
-from equivtests.adapters.torch_adapter import TorchAdapter
+from equivtests.adapters.torch_adapter import SHOWN, TorchAdapter
 from equivtests.cases.windows import MicroBatch
 from equivtests.models.parts import Terms
 
 TEXTBOOK_FEATURES = PLAIN_FEATURES | {"conditional", "dropout", "extra_head", "unused", "z_loss"}
 SPANS = frozenset({"window", "microbatch", "rank", "rank-microbatch", "rows"})
-TEXTBOOK_OBSERVES = frozenset(
-    {"inputs", "tokens", "loss", "gradient", "norm", "clip", "lr", "weight", "state", "buffer", "step"}
-    | {"loss_scale", "random_state", "cursor", "bytes"}
-)
+TEXTBOOK_OBSERVES = SHOWN | {"loss_scale", "buffer"}
 
 
 class DataParallel(TorchAdapter):
