@@ -133,8 +133,6 @@ GRID: tuple[Row, ...] = (
     row("chain-sgd", "nightly", "the smallest model with depth", (4,), Model("chain", depth=4), UNEQUAL),
     row("exact-linear-double", "nightly", "tolerance zero in float64, one update", (4,),
         Model("linear", numbers="dyadic", features=("bias",)), POWERS, Optimizer(lr=0.25), DOUBLE),
-    row("mlp-bf16", "nightly", "bfloat16 compute through several layers", (4,), Model("mlp", features=("bias",)), UNEQUAL,
-        Optimizer("momentum", lr=0.125, momentum=0.5), BF16),
     row("linear-transposed", "nightly", "a weight that is not contiguous", (4,),
         Model("linear", features=("bias", "transposed")), UNEQUAL, MOMENTUM),
     row("gpt-frozen", "nightly", "a weight that is not trained", (4, 3), Model("gpt", depth=1, features=("frozen",)),
@@ -170,7 +168,6 @@ LEDGER_CASES: dict[str, Tier] = {
     "mlp-fp16-wire-w4": "default",  # gradients reduced in float16
     "gpt-tied-adam-w4": "nightly",  # ranks filled up with empty micro-batches; two layers, tied weights in the root
     "mlp-momentum-double-w4": "nightly",  # 8 bytes per element; no size that four ranks divide
-    "mlp-bf16-w4": "nightly",
 }
 """Cases in which what travels and what is kept is counted, too, and from which tier on.
 

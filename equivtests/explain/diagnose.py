@@ -30,6 +30,7 @@ from equivtests.judge.check import Check
 from equivtests.judge.checks import applied_once, applied_under, truth_at
 from equivtests.judge.view import View
 from equivtests.reference import update as one
+from equivtests.reference.forward import Weights
 from equivtests.reference.rows import rows_of, token_coefficients
 
 Lines = Iterator[str]
@@ -296,13 +297,20 @@ def other_semantics(view: View, check: Check) -> Lines:
     if not shown or not view.names("weight", check.update):
         return
     weights = {n: w.double() for n, w in view.tensors("weight", check.update).items()}
-    draw = view.expectation.steps[check.update].steps
+    draw, truth = view.expectation.steps[check.update].steps, truth_at(view, check.update).values
     for field, value, semantics in alternatives(
         view.expectation.semantics, ("denominator", "auxiliary", "reduction", "accumulation")
     ):
         found = one.gradients(view.case, semantics, check.update, draw, weights).values
+        if same(found, truth, view):
+            continue  # this case cannot tell the two apart
         if set(found) == set(shown) and all(close(shown[n], g.numpy(), view) for n, g in found.items()):
             yield f"the gradients are those of `{field} = {value}`: {MEANING[field, value]}"
+
+
+def same(found: Weights, truth: Weights, view: View) -> bool:
+    """Whether two sets of gradients are equal up to rounding."""
+    return set(found) == set(truth) and all(close(found[n].numpy(), g.numpy(), view) for n, g in truth.items())
 
 
 def other_rule(view: View, check: Check) -> Lines:
