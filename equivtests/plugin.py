@@ -144,6 +144,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per declared run of the chapter, or per mutant."""
+    if metafunc.definition.path.parent != SUITE:
+        return  # other people's tests may use the same names
     session = metafunc.config.stash[SESSION]
     try:
         for chapter in ("update", "restore", "ledger"):
@@ -160,11 +162,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Drop the place-holders of chapters without a run."""
-    items[:] = [i for i in items if None not in getattr(i, "callspec", _NO_PARAMETERS).params.values()]
+    items[:] = [item for item in items if not placeholder(item)]
 
 
-class _NO_PARAMETERS:  # noqa: N801
-    params: dict[str, Any] = {}
+def placeholder(item: pytest.Item) -> bool:
+    """Whether this is the suite's own test of a chapter without a run."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    runs = (parameters[name] for name in ("update_run", "restore_run", "ledger_run") if name in parameters)
+    return item.path.parent == SUITE and any(run is None for run in runs)
 
 
 # ---------------------------------------------------------------------------------------------- fixtures

@@ -133,7 +133,6 @@ def semantics(draw: st.DrawFn) -> Semantics:
         "accumulation": ("all", "last"),
         "clip_scope": ("global", "none"),
         "decay": ("declared", "all", "none"),
-        "empty_window": ("skip", "step"),
     }
     assert set(values) == set(fields)
     return Semantics(**{name: draw(st.sampled_from(choices)) for name, choices in values.items()})

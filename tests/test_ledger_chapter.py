@@ -215,7 +215,7 @@ def test_bytes_are_not_judged_where_they_are_not_promised() -> None:
 def test_the_explanation_can_be_read_by_a_stranger() -> None:
     once = dataclasses.replace(DDP, algorithm="all-reduce")
     *lines, command = judged(once, DDP_ISSUES).explanation
-    assert command.startswith("  reproduce: pytest --nproc 2 ") and "ledger" in command
+    assert command.startswith("  reproduce: python -m pytest --nproc 2 ") and "ledger" in command
     assert lines == [
         "ddp on by-hand: update 0: collectives of all_reduce differ first",
         "  expected 39 elements of float32 in groups of 2 ranks, observed 78 elements of float32 in groups of 2 ranks",

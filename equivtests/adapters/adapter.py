@@ -26,12 +26,16 @@ MANDATORY = frozenset({"inputs", "loss", "gradient", "weight"})
 
 @dataclass(frozen=True)
 class KnownDivergence:
-    """A declared deviation. `case` is matched against case names (a shell pattern), `quantity` is the one that fails."""
+    """A declared deviation. `case` is matched against case names (a shell pattern), `quantity` is the one that fails.
+
+    Quantity "error": the run breaks; `message` is part of what it then says.
+    """
 
     case: str
     quantity: str
     reason: str
     link: str
+    message: str = ""
 
 
 @dataclass(frozen=True)

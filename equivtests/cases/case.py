@@ -152,7 +152,6 @@ class Semantics:
     accumulation: all: every micro-batch counts; last: only the newest one (earlier ones overwritten).
     clip_scope: global: the norm of the whole model; none: not clipped although the case asks for it.
     decay: declared: decay as the case says; all / none: every / no parameter decays.
-    empty_window: skip: nothing changes; step: the optimizer steps with zero gradients.
     """
 
     denominator: Literal["window", "microbatch", "rank", "rank-microbatch", "rows"] = "window"
@@ -161,7 +160,6 @@ class Semantics:
     accumulation: Literal["all", "last"] = "all"
     clip_scope: Literal["global", "none"] = "global"
     decay: Literal["declared", "all", "none"] = "declared"
-    empty_window: Literal["skip", "step"] = "skip"
 
     def describe(self) -> list[str]:
         """What differs from one device's semantics, as `field = value` lines."""

@@ -33,13 +33,19 @@ class FreshPools:
     run_fresh = run
 
 
+def place_of(result: Result) -> tuple[str, int, str] | None:
+    """Quantity, update and name of the first difference."""
+    first = result.first
+    return None if first is None else (first.quantity, first.update, first.name)
+
+
 def certify(pools: Pools, run: Run, threshold: float = THRESHOLD, confirm: bool = True) -> Result:
     """The result of a run. A FAIL is repeated once in fresh ranks; if it does not repeat, it stays a FAIL (flaky)."""
     result = CHAPTERS[run.chapter](pools, run, threshold)
     if result.verdict is not Verdict.FAIL or not confirm:
         return result
     again = CHAPTERS[run.chapter](FreshPools(pools), run, threshold)
-    result.confirmed = again.verdict is Verdict.FAIL
+    result.confirmed = again.verdict is Verdict.FAIL and place_of(again) == place_of(result)
     if not result.confirmed:
         result.explanation.append(f"  FAIL (flaky): the same run in fresh ranks was judged {again.verdict}")
         result.records += again.records

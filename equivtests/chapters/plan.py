@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 
-from equivtests.adapters.adapter import Adapter, Claims, KnownDivergence, Strategy
+from equivtests.adapters.adapter import MANDATORY, Adapter, Claims, KnownDivergence, Strategy
 from equivtests.adapters.builtin import BUILTIN
 from equivtests.cases.case import Case
 from equivtests.cases.grid import GRID, LEDGER_CASES, RESTORE_CASES, Tier, cases, includes, too_large
@@ -73,6 +73,11 @@ def problems_of(strategy: Strategy) -> Iterator[str]:
             return
     if not sequence_of(strategy.known, KnownDivergence):
         yield "known must be a tuple: (KnownDivergence(…),)"
+    needed = dict.fromkeys(MANDATORY, "is mandatory")
+    needed |= {"buffer": "feature running needs it"} if "running" in strategy.features else {}
+    needed |= {"loss_scale": "loss_scale=True needs it"} if strategy.loss_scale else {}
+    for kind in sorted(needed.keys() - strategy.observes):
+        yield f"observes lacks {kind!r}, which {needed[kind]}: what is not shown cannot be certified"
     lower = sorted(p for p in strategy.precisions if "bfloat16" in p)
     if lower and "float32" not in strategy.precisions:
         yield (

@@ -15,10 +15,10 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from equivtests.adapters.adapter import Strategy
+from equivtests.adapters.adapter import MANDATORY, Strategy
 from equivtests.cases.case import Case, from_json, to_json
 from equivtests.errors import CaseError, RecordError
-from equivtests.record.observation import KINDS, Observation, Place, Record
+from equivtests.record.observation import KINDS, Observation, Place, Record, form_problem
 
 FORMAT = 1
 
@@ -68,6 +68,11 @@ def read_record(directory: Path) -> tuple[Case, Strategy, Record]:
     arrays = [_arrays(directory / f"rank-{rank}.safetensors") for rank in range(contents.world)]
     updates = contents.case.updates
     observations = [_observation(directory, i, entry, arrays, updates) for i, entry in enumerate(contents.entries)]
+    silent = sorted(MANDATORY - contents.strategy.observes)
+    if silent:
+        raise RecordError(
+            f"{directory / 'record.json'}: strategy.observes lacks {', '.join(silent)}, which are mandatory"
+        )
     record = Record(contents.world, contents.device, observations)
     return contents.case, contents.strategy, record
 
@@ -109,6 +114,8 @@ def _observation(directory: Path, i: int, e: Entry, arrays: list[dict[str, np.nd
         raise RecordError(f"{where}: update {e.update}, but the case has {updates} (0 to {updates} may be entered)")
     if str(array.dtype) != ("uint16" if e.dtype == "bfloat16" else e.dtype):
         raise RecordError(f"{where}: array of {array.dtype}, but the entry says {e.dtype}")
+    if form_problem(e.kind, array):
+        raise RecordError(f"{where}: {form_problem(e.kind, array)}")
     if e.place.problem:
         raise RecordError(f"{where}: {e.place.problem}")
     if array.size != e.place.size:

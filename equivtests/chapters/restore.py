@@ -7,7 +7,7 @@ import tempfile
 from equivtests.chapters.run import Result, Run
 from equivtests.chapters.update import broken, finish, judge_update
 from equivtests.judge.check import Verdict
-from equivtests.judge.restore import judge_restored
+from equivtests.judge.restore import first_update, judge_restored
 from equivtests.judge.tolerance import THRESHOLD
 from equivtests.judge.view import View
 from equivtests.ranks.job import Job
@@ -35,5 +35,6 @@ def run_restore(pools: Pools, run: Run, threshold: float = THRESHOLD) -> Result:
 def judge_restore(run: Run, whole: Record, restored: Record, threshold: float = THRESHOLD) -> Result:
     """Judge the records of an uninterrupted and of a restored run."""
     expectation = expect(run.case, run.strategy.contract(run.case))
-    views = [View(run.case, run.strategy, record, expectation, threshold) for record in (whole, restored)]
-    return finish(run, judge_restored(*views), views[1], [whole, restored])
+    before = View(run.case, run.strategy, whole, expectation, threshold)
+    after = View(run.case, run.strategy, restored, expectation, threshold, first_update(restored))
+    return finish(run, judge_restored(before, after), after, [whole, restored])

@@ -69,6 +69,7 @@ class Result:
             "strategy": self.run.strategy.name,
             "case": self.run.case.name,
             "verdict": str(self.verdict),
+            "confirmed": self.confirmed,
             "checks": len(self.judgement.checks),
             "worst": self.judgement.worst(),
             "resolution": self.judgement.resolution(),

@@ -36,7 +36,7 @@ def judge_update(run: Run, record: Record, threshold: float = THRESHOLD) -> Resu
 
 def finish(run: Run, judgement: Judgement, view: View, records: list[Record]) -> Result:
     """A result with its explanation; a declared divergence that shows as declared is known, one that does not is a FAIL."""
-    lines = explain(run, view, judgement) if judgement.first is not None else []
+    lines = explained(run, view, judgement)
     result = Result(run, judgement.verdict, judgement, None, lines, records)
     known = run.known
     if known is None:
@@ -52,9 +52,24 @@ def finish(run: Run, judgement: Judgement, view: View, records: list[Record]) ->
     return result
 
 
+def explained(run: Run, view: View, judgement: Judgement) -> list[str]:
+    """The explanation of what did not pass; one that breaks must not hide the verdict."""
+    try:
+        return explain(run, view, judgement)
+    except Exception as error:
+        first = judgement.first
+        assert first is not None
+        where = f"{first.quantity} of {first.name} at update {first.update}: {first.detail or first.observed}"
+        return [
+            f"{run.strategy.name} on {run.case.name}: {where}",
+            f"  (no explanation: {type(error).__name__}: {error})",
+        ]
+
+
 def broken(run: Run, outcome: Outcome) -> Result:
     """A run that ended without a record: an ERROR, unless it is declared to end so."""
     assert outcome.failure is not None
-    declared = run.known is not None and run.known.quantity == "error"
+    known = run.known
+    declared = known is not None and known.quantity == "error" and known.message in outcome.failure.message
     verdict = Verdict.KNOWN if declared else Verdict.ERROR
     return Result(run, verdict, failure=outcome.failure, explanation=explain_failure(run, outcome.failure))

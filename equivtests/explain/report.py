@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from equivtests.explain.diagnose import diagnose
 from equivtests.judge.check import Check, Judgement, Verdict
+from equivtests.judge.tolerance import UPDATE_BOUND
 from equivtests.judge.view import View
 from equivtests.ranks.job import Failure
 from equivtests.record.observation import KINDS
@@ -56,7 +57,8 @@ def details(view: View, check: Check) -> list[str]:
 
 def allowed(view: View, check: Check) -> float:
     bitwise = check.quantity in ("weight update", "optimizer state") and view.bitwise
-    return 0.0 if bitwise else view.threshold
+    own = check.quantity in ("weight update", "optimizer state")
+    return 0.0 if bitwise else UPDATE_BOUND if own else view.threshold
 
 
 def reproduce(run: Run) -> str:

@@ -30,6 +30,8 @@ def initial_weights(view: View, update: int) -> Checks:
     if update != 0:
         return
     dtype = np.dtype(view.case.precision.weights)
+    for name in set(view.names("weight", 0)) - set(initial(view.case)):
+        yield view.failed("initial weights", 0, name, "the model has no parameter of this name")
     for name, value in initial(view.case).items():
         whole = view.whole("weight", name, 0)
         if whole is None:
@@ -160,11 +162,11 @@ def loss(view: View, update: int) -> Checks:
 def truth_at(view: View, update: int) -> one.Gradients:
     """The float64 gradients of the window at the observed weights (the reference's own where none fits)."""
     key = f"truth.{update}"
-    if key not in view.__dict__:
+    if key not in view.cache:
         own, observed = view.expectation.weights[update], view.tensors("weight", update)
         fitting = {n: observed[n].double() for n, w in own.items() if n in observed and observed[n].shape == w.shape}
-        view.__dict__[key] = view.expectation.gradients_at(update, {**own, **fitting})
-    return view.__dict__[key]
+        view.cache[key] = view.expectation.gradients_at(update, {**own, **fitting})
+    return view.cache[key]
 
 
 def judge_tensor(view: View, observed: np.ndarray, truth: np.ndarray, radius: float, signal: float) -> Distance:
@@ -186,10 +188,7 @@ def gradient(view: View, update: int) -> Checks:
     for name in dict.fromkeys([*truth, *view.names("gradient", update)]):
         whole = view.whole("gradient", name, update)
         if name not in truth:
-            if name in trained_names(view.case) or name not in initial(view.case):
-                yield view.failed(
-                    "gradient", update, name, "present, but on one device it is absent (None is not zero)"
-                )
+            yield view.failed("gradient", update, name, "present, but on one device it is absent (None is not zero)")
         elif whole is None:
             yield view.failed("gradient", update, name, "absent, but on one device it is present")
         elif whole.problem:
@@ -252,14 +251,15 @@ def applied_under(view: View, update: int, semantics: Semantics) -> tuple[Weight
     coefficient = 1.0 if semantics.clip_scope == "none" else coefficient
     used = expected.rate if rate is None else rate
     found = view.tensors("gradient", update)
-    values = {n: g for n, g in found.items() if n in weights and g.shape == weights[n].shape}
+    trained = [n for n in trained_names(view.case) if n in found and n in weights]
+    values = {n: found[n] for n in trained if found[n].shape == weights[n].shape}
     return one.apply(view.case, semantics, expected.steps, weights, values, coefficient, states_of(view, update), used)
 
 
 def states_of(view: View, update: int) -> one.States:
     """Optimizer state entering an update: what was observed, or what the updates before it must have left."""
     if "state" not in view.strategy.observes:
-        return applied_once(view, update - 1)[1] if update in view.updates[1:] else {}
+        return applied_once(view, update - 1)[1] if update > view.start else view.entering
     states: one.States = {}
     for name, tensor in view.tensors("state", update).items():
         parameter, _, key = name.rpartition("/")
@@ -285,16 +285,22 @@ def weight_update(view: View, update: int) -> Checks:
 
 def applied_once(view: View, update: int) -> tuple[Weights, one.States]:
     key = f"applied.{update}"
-    if key not in view.__dict__:
-        view.__dict__[key] = applied_under(view, update, view.expectation.semantics)
-    return view.__dict__[key]
+    if key not in view.cache:
+        view.cache[key] = applied_under(view, update, view.expectation.semantics)
+    return view.cache[key]
 
 
 def optimizer_state(view: View, update: int) -> Checks:
     """Optimizer state after the step, step counters included."""
     if "state" not in view.strategy.observes:
         return
-    _, states = applied_once(view, update)
+    entered, (_, states) = view.tensors("state", update), applied_once(view, update)
+    if update == 0 and any(tensor.any() for tensor in entered.values()):
+        name = next(name for name, tensor in entered.items() if tensor.any())
+        yield view.failed(
+            "optimizer state", update, name, "not zero before the first update: left over from another run?"
+        )
+        return
     expected = {f"{p}/{key}": tensor for p, state in states.items() for key, tensor in state.items()}
     for name in dict.fromkeys([*expected, *view.names("state", update + 1)]):
         whole = view.whole("state", name, update + 1)
@@ -305,8 +311,9 @@ def optimizer_state(view: View, update: int) -> Checks:
         elif whole.problem:
             yield view.failed("optimizer state", update, name, whole.problem, whole.rank)
         else:
-            wanted = expected[name].numpy()
-            distance = elementwise(whole.values, wanted, wanted, view.eps, view.bitwise)
+            wanted, before = expected[name].numpy(), entered.get(name)
+            start = np.zeros_like(wanted) if before is None or before.shape != wanted.shape else before.numpy()
+            distance = elementwise(whole.values, wanted, start, view.eps, view.bitwise)
             yield view.compared("optimizer state", update, name, whole.values, wanted, distance)
 
 
@@ -317,6 +324,9 @@ def buffers(view: View, update: int) -> Checks:
         yield from view.absent("buffer", update, "all", "buffer")
     for name in names:
         after, before = view.whole("buffer", name, update + 1), view.whole("buffer", name, update)
+        if update == 0 and before is not None and before.values.any():
+            yield view.failed("buffer", update, name, "not zero before the first update: left over from another run?")
+            continue
         if after is None or before is None:
             yield from view.absent("buffer", update, name, "buffer")
             continue
@@ -375,8 +385,12 @@ def vacuity(view: View) -> Checks:
     first, last = view.expectation.weights[0], view.expectation.weights[-1]
     moved = sum(float((last[n] - w).norm()) ** 2 for n, w in first.items()) ** 0.5
     unit = view.eps * sum(float(w.norm()) ** 2 for w in last.values()) ** 0.5
-    if all(step.skipped for step in view.expectation.steps):
+    steps = view.expectation.steps
+    idle_clip = view.case.optimizer.clip is not None and all(s.coefficient == 1 for s in steps)
+    if all(step.skipped for step in steps):
         verdict, detail = Verdict.PASS, "every window is empty: nothing may change"
+    elif idle_clip and view.expectation.semantics.clip_scope != "none":
+        verdict, detail = Verdict.FAIL, "the case asks for clipping, but no update reaches the threshold"
     elif moved <= view.threshold * unit:
         verdict, detail = Verdict.FAIL, f"all updates together move the weights by {moved:.1e}, below the tolerance"
     else:

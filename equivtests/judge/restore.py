@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
 from equivtests.judge.assemble import Whole, equal_bits
 from equivtests.judge.check import Check, Judgement, Verdict
+from equivtests.judge.checks import applied_once
 from equivtests.judge.judge import failed, judge_view
 from equivtests.judge.tolerance import equal
 from equivtests.judge.view import View
-from equivtests.record.observation import Observation, Place
+from equivtests.record.observation import Observation, Place, Record
 
 STATES = {
     "restored step": "step",
@@ -32,11 +34,22 @@ def judge_restored(whole: View, restored: View) -> Judgement:
 
     First every state entering the first update after the restore, bit for bit; then the updates themselves, as any run.
     """
-    update = whole.case.save_after
+    update, restored = whole.case.save_after, again(restored, start=first_update(restored.record))
     judgement = Judgement([check for stage in STAGES for check in stage(whole, restored, update)])
     if not failed(judgement.checks):
-        judgement.checks += judge_view(restored).checks
+        entering = applied_once(whole, update - 1)[1]
+        judgement.checks += judge_view(again(restored, start=update, entering=entering)).checks
     return judgement
+
+
+def again(view: View, **changes: Any) -> View:
+    """A view of the same record with other fields; the given one stays as it is."""
+    return dataclasses.replace(view, **changes, parts={}, wholes={}, cache={})
+
+
+def first_update(record: Record) -> int:
+    """The update that a restored run went on with: the first that weights enter."""
+    return min((o.update for o in record.of("weight")), default=0)
 
 
 def cursor(whole: View, restored: View, update: int) -> Iterator[Check]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from equivtests.judge.check import Verdict
 
+UPDATE_BOUND = 8.0  # in units of epsilon, for optimizers whose arithmetic is their own
 THRESHOLD = 8.0  # correct runs stay below 2.5; faults lie orders of magnitude above
 SIGNAL_FRACTION = 0.25  # a radius that 8 times over reaches a quarter of the signal cannot tell
 
@@ -30,7 +31,7 @@ def rounded(observed: np.ndarray, truth: np.ndarray, radius: float, signal: floa
     resolution = threshold * radius / signal if signal > 0 else 0.0
     if not np.isfinite(distance):
         return Distance(np.inf, resolution, Verdict.FAIL)
-    if 8 * radius >= SIGNAL_FRACTION * signal and signal > 0:
+    if max(THRESHOLD, threshold) * radius >= SIGNAL_FRACTION * signal and signal > 0:
         return Distance(ratio, resolution, Verdict.INCONCLUSIVE)
     return Distance(ratio, resolution, Verdict.PASS if ratio <= threshold else Verdict.FAIL)
 
@@ -52,7 +53,7 @@ def elementwise(observed: np.ndarray, expected: np.ndarray, before: np.ndarray, 
     ratio = float(np.max(error / unit, initial=0.0))
     if not np.isfinite(ratio):
         return Distance(np.inf, 0.0, Verdict.FAIL)
-    return Distance(ratio, 0.0, Verdict.PASS if ratio <= (0.0 if bitwise else 8.0) else Verdict.FAIL)
+    return Distance(ratio, 0.0, Verdict.PASS if ratio <= (0.0 if bitwise else UPDATE_BOUND) else Verdict.FAIL)
 
 
 def radius_floor(eps: float, norm: float, scale: float) -> float:

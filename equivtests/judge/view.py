@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,17 +15,25 @@ from equivtests.judge.check import Check, Verdict
 from equivtests.judge.tolerance import THRESHOLD, Distance
 from equivtests.record.observation import Observation, Record
 from equivtests.reference.expectation import Expectation
+from equivtests.reference.update import States
 
 
 @dataclass
 class View:
-    """A record as the checks see it. Tensors are assembled once."""
+    """A record as the checks see it. Tensors are assembled once.
+
+    start: the first update that has to be there (a restored run starts in the middle). entering: optimizer states that
+    enter it, where they are known and the strategy does not show them. cache: what checks have computed of it.
+    """
 
     case: Case
     strategy: Strategy
     record: Record
     expectation: Expectation
     threshold: float = THRESHOLD
+    start: int = 0
+    entering: States = field(default_factory=dict)
+    cache: dict[str, Any] = field(default_factory=dict)
     parts: dict[tuple[str, int], dict[str, list[Observation]]] = field(default_factory=dict)
     wholes: dict[tuple[str, int, str], Whole] = field(default_factory=dict)
 
@@ -55,9 +64,8 @@ class View:
 
     @property
     def updates(self) -> range:
-        """Updates that the record holds (a restored run starts in the middle)."""
-        entered = [update for kind, update in self.parts if kind == "weight"]
-        return range(min(entered, default=0), self.case.updates)
+        """Updates that the record has to hold."""
+        return range(self.start, self.case.updates)
 
     @property
     def eps(self) -> float:

@@ -97,7 +97,7 @@ GROWING_SCALE = situation("growing-scale", TINY_MLP, ONE_PASS, precision=SCALED)
 CLIPPED_THREES = situation("clipped-threes", TINY_MLP, THREES, CLIP)
 FOUR_RANKS_MLP = situation("four-ranks", TINY_MLP, MESH)
 
-LOOSE = situation("loose-clip", TINY_MLP, PAIR, Optimizer("sgd", lr=0.5, clip=16.0))
+LOOSE = situation("loose-clip", TINY_MLP, PAIR, Optimizer("sgd", lr=0.5, clip=0.5))
 UNUSED_IN_BETWEEN: Windows = (PAIR[0], (((), (8,)), ((), (3,))), PAIR[1])
 BRANCH_UNUSED = situation("branch-unused-once", Model("mlp", features=("conditional",)), UNUSED_IN_BETWEEN, ADAM_PLAIN)
 DROPOUT = situation("dropout", Model("gpt", depth=1, features=("dropout",)), PAIR)

@@ -119,7 +119,7 @@ def run_job(job: Job, ranks: Ranks, board: Progress) -> tuple[list[Observation],
     """Run a case with a new adapter. A collective's update is the one whose window was taken last (-1: none yet)."""
     board.set(ranks.rank, progress.SETUP)
     ledger = CollectiveRecorder(lambda: max(board.get(ranks.rank), progress.SETUP)) if job.ledger else None
-    recorder = Recorder(ranks.rank)
+    recorder = Recorder(ranks.rank, job.case.updates)
     watch: AbstractContextManager[Any] = ledger or nullcontext()
     with watch:
         adapter = load_adapter(job.adapter)()

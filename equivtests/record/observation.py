@@ -28,6 +28,14 @@ KINDS = {
 }
 """The kinds of observation. State-like kinds carry the number of the update that they enter."""
 
+SINGLE = frozenset({"tokens", "loss", "norm", "clip", "lr", "step", "loss_scale"}) | {
+    "random_state",
+    "cursor",
+    "weight_norm",
+    "bytes",
+}
+"""Kinds that are one number."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -139,8 +147,9 @@ class Observe(Protocol):
 class Recorder:
     """The `observe` of one rank: copies what it is given and checks its form at once."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, updates: int | None = None) -> None:
+        """`updates`: number of updates of the case, if known."""
+        self.rank, self.updates = rank, updates
         self.observations: list[Observation] = []
 
     def __call__(
@@ -158,6 +167,7 @@ class Recorder:
         if kind not in KINDS:
             raise ValueError(f"observe({kind!r}, …): unknown kind; known are {', '.join(KINDS)}")
         copied = np.array(array)
+        self.refuse(kind, name, copied, update)
         where = place or Place(copied.shape)
         if where.problem:
             raise ValueError(f"observe({kind!r}, {name!r}): {where.problem}")
@@ -166,4 +176,20 @@ class Recorder:
                 f"observe({kind!r}, {name!r}): array of {copied.size} elements at a place of {where.size} elements ({where})"
             )
         tag = dtype or str(copied.dtype)
-        self.observations.append(Observation(kind, name, self.rank, update, microbatch, where, tag, copied))
+        self.observations.append(Observation(kind, name, self.rank, int(update), microbatch, where, tag, copied))
+
+    def refuse(self, kind: str, name: str, array: np.ndarray, update: int) -> None:
+        """Raise ValueError for an array or an update number that no check could read."""
+        problem = form_problem(kind, array)
+        if problem:
+            raise ValueError(f"observe({kind!r}, {name!r}): {problem}")
+        last = self.updates
+        if not isinstance(update, (int, np.integer)) or update < 0 or (last is not None and update > last):
+            raise ValueError(f"observe({kind!r}, {name!r}): update={update!r}; the case's are 0 to {last}")
+
+
+def form_problem(kind: str, array: np.ndarray) -> str:
+    """Why an array cannot be of a kind, or "": numbers are demanded, and a single one where the kind is one number."""
+    if array.dtype.kind not in "iufb":
+        return f"dtype {array.dtype}, but numbers are needed"
+    return f"{array.size} elements, but it is one number" if kind in SINGLE and array.size != 1 else ""

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-import numpy as np
 import torch
 
 from equivtests.cases import numbers
@@ -54,7 +53,6 @@ class Expectation:
     radius: list[Radii]
     loss_radius: list[float]
     trajectory_radius: Radii = field(default_factory=dict)
-    buffer: list[np.ndarray] = field(default_factory=list)
     proof: Proof | None = None
 
     def gradients_at(self, update: int, weights: Weights) -> one.Gradients:
@@ -85,22 +83,14 @@ def trajectory(case: Case, semantics: Semantics) -> Expectation:
     weights, made = canonical_weights(case), 0
     states: one.States = {}
     expectation = Expectation(case, semantics, [], [weights], [{} for _ in case.windows], [0.0] * case.updates)
-    mean = np.zeros(case.model.width if case.model.depth > 1 else case.model.outputs)
-    expectation.buffer.append(mean)
     for update in range(case.updates):
         current = reference_step(case, semantics, update, made, weights)
         if not current.skipped:
             weights, states = one.apply(case, semantics, made, weights, current.gradients, current.coefficient, states)
-            mean = _move(mean, one.gradients(case, semantics, update, made, expectation.weights[-1]))
             made += 1
         expectation.steps.append(current)
         expectation.weights.append(weights)
-        expectation.buffer.append(mean)
     return expectation
-
-
-def _move(mean: np.ndarray, found: one.Gradients) -> np.ndarray:
-    return mean if found.hidden is None else mean + 0.25 * (found.hidden.numpy() - mean)
 
 
 def reference_step(case: Case, semantics: Semantics, update: int, made: int, weights: Weights) -> Step:
@@ -195,8 +185,10 @@ def gradient_unit(case: Case) -> float:
 
 
 def layer_of(name: str) -> str:
-    """The layer that a tensor of true value zero is judged against the scale of."""
-    return name.rpartition(".")[0].rpartition(".")[0]
+    """The layer whose scale a tensor of true value zero is judged against: `layers.0`, `layers.0.attention`, `head`."""
+    parent = name.rpartition(".")[0]
+    above = parent.rpartition(".")[0]
+    return parent if parent.rpartition(".")[2].isdigit() or not above else above
 
 
 def trained_names(case: Case) -> list[str]:

@@ -21,6 +21,7 @@ EMPTY_SHARD = KnownDivergence(
     quantity="error",
     reason="clip_grad_norm_ with the infinity norm raises on a rank whose shard of a parameter has no element",
     link="https://github.com/meta-pytorch/torchrec/pull/3891",
+    message="cannot compute the infinity norm on an empty tensor",
 )
 
 
