@@ -222,6 +222,8 @@ def chapter_refusal(strategy: Strategy, chapter: Chapter) -> str | None:
 
 def judge_record(options: argparse.Namespace) -> int:
     case, strategy, record = read_record(options.record)
+    if record.start:
+        print(f"a restored run: judged from update {record.start} on")
     command = f"python -m equivtests judge {options.record}"
     result = judge_update(Run("update", "(a record)", strategy, case, command=command), record)
     print_result(result)

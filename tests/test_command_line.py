@@ -37,7 +37,7 @@ FIXTURE = Fixture(
 )
 
 OWN = '''
-from equivtests.adapters.adapter import Adapter, Claims, Strategy
+from equivtests.adapters.adapter import MANDATORY, Adapter, Claims, Strategy
 from equivtests.adapters.textbook.dp import DataParallel
 from equivtests.record.observation import Place
 
@@ -65,7 +65,7 @@ class Broken(DataParallel):
         mlp, two = frozenset({"mlp"}), frozenset({2})
         strategies = [Strategy(name, worlds=two, families=mlp) for name in names]
         strategies.append(Strategy("unsaved", worlds=two, families=mlp, restores=True))
-        strategies.append(Strategy("silent", worlds=two, families=mlp, observes=frozenset({"weight", "lr"})))
+        strategies.append(Strategy("silent", worlds=two, families=mlp, observes=MANDATORY | {"lr"}))
         strategies.append(Strategy("elsewhere", worlds=frozenset({4})))
         return Claims(tuple(strategies))
 

@@ -34,7 +34,7 @@ from equivtests.errors import CaseError
 from equivtests.judge import tolerance
 from equivtests.judge.check import QUANTITIES, Check, Judgement, Verdict
 from equivtests.judge.judge import judge
-from equivtests.judge.restore import judge_restored
+from equivtests.judge.restore import going_on, judge_restored
 from equivtests.judge.view import View
 from equivtests.record.observation import Observation, Record
 from equivtests.reference.expectation import Expectation, expect
@@ -563,6 +563,11 @@ def view_of(case: Case, record: Record) -> View:
     return View(case, STRATEGY, record, accepted(case))
 
 
+def view_after(case: Case, record: Record) -> View:
+    """The view of a restored run."""
+    return view_of(case, going_on(record))
+
+
 def after_restore(case: Case, record: Record, first: int | None = None) -> Record:
     """What a run shows that was loaded from the checkpoint of the middle."""
     start = case.save_after if first is None else first
@@ -571,7 +576,7 @@ def after_restore(case: Case, record: Record, first: int | None = None) -> Recor
 
 def restored(case: Case, cut: Any, change: Callable[[Record], Record]) -> Judgement:
     record = record_of(case, cut)
-    return judge_restored(view_of(case, record), view_of(case, change(after_restore(case, record))))
+    return judge_restored(view_of(case, record), view_after(case, change(after_restore(case, record))))
 
 
 RESTORED = {
@@ -632,7 +637,7 @@ def test_a_run_that_goes_on_elsewhere_is_named(first: int) -> None:
     assert case.save_after == 2
     record = record_of(case)
     start = {0: 0, 2: 3}[first]
-    judgement = judge_restored(view_of(case, record), view_of(case, after_restore(case, record, start)))
+    judgement = judge_restored(view_of(case, record), view_after(case, after_restore(case, record, start)))
     assert names_first(judgement, "restored cursor", 2)
     assert f"goes on at window {start}, but 2 windows were consumed" in judgement.first.detail
 
@@ -656,5 +661,5 @@ def test_shards_that_came_back_on_other_ranks_are_named(cut: Any) -> None:
 def test_another_cut_after_loading_is_named() -> None:
     case = plain()
     whole, other = record_of(case, "flat"), after_restore(case, record_of(case, "box"))
-    judgement = judge_restored(view_of(case, whole), view_of(case, other))
+    judgement = judge_restored(view_of(case, whole), view_after(case, other))
     assert names_first(judgement, "restored layout", 1) and "cut otherwise" in judgement.first.detail

@@ -150,6 +150,7 @@ GRID: tuple[Row, ...] = (
 
 
 RESTORE_CASES: dict[str, Tier] = {
+    "linear-sgd-w1": "quick",
     "gpt-dropout-w4": "default",  # AdamW, a schedule, dropout
     "mlp-loss-scale-w4": "default",
     "mlp-hsdp-w4": "default",

@@ -46,6 +46,7 @@ class Contents:
     world: int
     entries: tuple[Entry, ...]
     device: Literal["cpu", "cuda"] = "cpu"
+    start: int = 0
 
 
 def write_record(directory: Path, case: Case, strategy: Strategy, record: Record) -> None:
@@ -55,7 +56,7 @@ def write_record(directory: Path, case: Case, strategy: Strategy, record: Record
         Entry(o.kind, o.name, o.rank, o.update, o.place, o.dtype, o.microbatch) for o in record.observations
     )
     device = cast(Literal["cpu", "cuda"], record.device)
-    contents = Contents(FORMAT, case, strategy, record.world, entries, device)
+    contents = Contents(FORMAT, case, strategy, record.world, entries, device, record.start)
     (directory / "record.json").write_text(json.dumps(to_json(contents), indent=1, sort_keys=True) + "\n")
     for rank in range(record.world):
         arrays = {str(i): np.asarray(o.array, order="C") for i, o in enumerate(record.observations) if o.rank == rank}
@@ -73,7 +74,7 @@ def read_record(directory: Path) -> tuple[Case, Strategy, Record]:
         raise RecordError(
             f"{directory / 'record.json'}: strategy.observes lacks {', '.join(silent)}, which are mandatory"
         )
-    record = Record(contents.world, contents.device, observations)
+    record = Record(contents.world, contents.device, observations, contents.start)
     return contents.case, contents.strategy, record
 
 
@@ -89,6 +90,8 @@ def _contents(directory: Path) -> Contents:
         raise RecordError(f"{path}: {error}") from None
     if contents.format != FORMAT:
         raise RecordError(f"{path}: format {contents.format}; this version reads {FORMAT}")
+    if not 0 <= contents.start < contents.case.updates:
+        raise RecordError(f"{path}: start {contents.start}, but the case has {contents.case.updates} updates")
     if contents.world != contents.case.layout.world:
         raise RecordError(f"{path}: world {contents.world}, but the case has {contents.case.layout.world} ranks")
     return contents

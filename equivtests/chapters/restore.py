@@ -7,7 +7,7 @@ import tempfile
 from equivtests.chapters.run import Result, Run
 from equivtests.chapters.update import broken, finish, judge_update
 from equivtests.judge.check import Verdict
-from equivtests.judge.restore import first_update, judge_restored
+from equivtests.judge.restore import going_on, judge_restored
 from equivtests.judge.tolerance import THRESHOLD
 from equivtests.judge.view import View
 from equivtests.ranks.job import Job
@@ -36,5 +36,6 @@ def judge_restore(run: Run, whole: Record, restored: Record, threshold: float = 
     """Judge the records of an uninterrupted and of a restored run."""
     expectation = expect(run.case, run.strategy.contract(run.case))
     before = View(run.case, run.strategy, whole, expectation, threshold)
-    after = View(run.case, run.strategy, restored, expectation, threshold, first_update(restored))
+    restored = going_on(restored)
+    after = View(run.case, run.strategy, restored, expectation, threshold)
     return finish(run, judge_restored(before, after), after, [whole, restored])

@@ -259,7 +259,7 @@ def applied_under(view: View, update: int, semantics: Semantics) -> tuple[Weight
 def states_of(view: View, update: int) -> one.States:
     """Optimizer state entering an update: what was observed, or what the updates before it must have left."""
     if "state" not in view.strategy.observes:
-        return applied_once(view, update - 1)[1] if update > view.start else view.entering
+        return applied_once(view, update - 1)[1] if update > view.record.start else view.entering
     states: one.States = {}
     for name, tensor in view.tensors("state", update).items():
         parameter, _, key = name.rpartition("/")

@@ -30,15 +30,15 @@ STATES = {
 
 
 def judge_restored(whole: View, restored: View) -> Judgement:
-    """Judge a run that was loaded in fresh ranks against the uninterrupted run that saved it.
+    """Judge a run that was loaded in fresh ranks (`going_on`) against the uninterrupted run that saved it.
 
     First every state entering the first update after the restore, bit for bit; then the updates themselves, as any run.
     """
-    update, restored = whole.case.save_after, again(restored, start=first_update(restored.record))
+    update = whole.case.save_after
     judgement = Judgement([check for stage in STAGES for check in stage(whole, restored, update)])
     if not failed(judgement.checks):
         entering = applied_once(whole, update - 1)[1]
-        judgement.checks += judge_view(again(restored, start=update, entering=entering)).checks
+        judgement.checks += judge_view(again(restored, entering=entering)).checks
     return judgement
 
 
@@ -47,9 +47,9 @@ def again(view: View, **changes: Any) -> View:
     return dataclasses.replace(view, **changes, parts={}, wholes={}, cache={})
 
 
-def first_update(record: Record) -> int:
-    """The update that a restored run went on with: the first that weights enter."""
-    return min((o.update for o in record.of("weight")), default=0)
+def going_on(record: Record) -> Record:
+    """The record of a restored run: it starts with the first update that weights enter."""
+    return dataclasses.replace(record, start=min((o.update for o in record.of("weight")), default=0))
 
 
 def cursor(whole: View, restored: View, update: int) -> Iterator[Check]:

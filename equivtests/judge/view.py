@@ -22,8 +22,8 @@ from equivtests.reference.update import States
 class View:
     """A record as the checks see it. Tensors are assembled once.
 
-    start: the first update that has to be there (a restored run starts in the middle). entering: optimizer states that
-    enter it, where they are known and the strategy does not show them. cache: what checks have computed of it.
+    entering: optimizer states that enter the first update of a restored run, where the strategy does not show them.
+    cache: what checks have computed of the record.
     """
 
     case: Case
@@ -31,7 +31,6 @@ class View:
     record: Record
     expectation: Expectation
     threshold: float = THRESHOLD
-    start: int = 0
     entering: States = field(default_factory=dict)
     cache: dict[str, Any] = field(default_factory=dict)
     parts: dict[tuple[str, int], dict[str, list[Observation]]] = field(default_factory=dict)
@@ -65,7 +64,7 @@ class View:
     @property
     def updates(self) -> range:
         """Updates that the record has to hold."""
-        return range(self.start, self.case.updates)
+        return range(self.record.start, self.case.updates)
 
     @property
     def eps(self) -> float:

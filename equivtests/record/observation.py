@@ -116,12 +116,14 @@ class Collective:
 class Record:
     """All observations of one run, in the order they were made per rank; `collectives` by rank where they were recorded.
 
-    device: what computed it, "cpu" or "cuda".
+    device: what computed it, "cpu" or "cuda". start: the first update that it has to hold (a restored run starts in the
+    middle).
     """
 
     world: int
     device: str = "cpu"
     observations: list[Observation] = field(default_factory=list)
+    start: int = 0
     collectives: dict[int, list[Collective]] = field(default_factory=dict)
 
     def of(self, kind: str) -> list[Observation]:
