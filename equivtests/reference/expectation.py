@@ -158,7 +158,7 @@ def _widen(expectation: Expectation, update: int, found: one.Gradients, truth: o
 
 
 def nudge(case: Case, weight: torch.Tensor, stream: str) -> torch.Tensor:
-    """Move every element by -1, 0 or +1 unit in the last place."""
+    """Move every element by -1, 0 or +1 half epsilon of its value: about one unit in the last place."""
     eps = torch.finfo(weight.dtype).eps / 2
     signs = torch.from_numpy(numbers.ternary(case.seed, f"nudge.{stream}", tuple(weight.shape)))
     return (weight.double() * (1 + eps * signs)).to(weight.dtype)

@@ -21,7 +21,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Selection:
-    """What the user asked for. `narrowed`: -k and the like left declared runs out."""
+    """What the user asked for, and the determinism settings that the ranks reported."""
 
     nproc: int
     backend: str
