@@ -74,7 +74,7 @@ def read_record(directory: Path) -> tuple[Case, Strategy, Record]:
         raise RecordError(
             f"{directory / 'record.json'}: strategy.observes lacks {', '.join(silent)}, which are mandatory"
         )
-    record = Record(contents.world, contents.device, observations, contents.start)
+    record = Record(contents.world, contents.device, observations, start=contents.start)
     return contents.case, contents.strategy, record
 
 

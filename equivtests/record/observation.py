@@ -123,8 +123,8 @@ class Record:
     world: int
     device: str = "cpu"
     observations: list[Observation] = field(default_factory=list)
-    start: int = 0
     collectives: dict[int, list[Collective]] = field(default_factory=dict)
+    start: int = 0
 
     def of(self, kind: str) -> list[Observation]:
         return [o for o in self.observations if o.kind == kind]
