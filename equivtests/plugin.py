@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import sys
@@ -9,29 +10,33 @@ import warnings
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from equivtests.adapters.builtin import BUILTIN
 from equivtests.cases.grid import TIERS
-from equivtests.chapters.certify import certify as certify_run
-from equivtests.chapters.plan import Plan, plan
-from equivtests.chapters.records import write_record
-from equivtests.chapters.run import Result, Run
 from equivtests.errors import EquivtestsError
-from equivtests.explain.report import reproduce
 from equivtests.judge.check import Verdict
 from equivtests.judge.tolerance import THRESHOLD
-from equivtests.mutants.kill import Kill, attempt, planted
-from equivtests.mutants.mutant import Mutant
 from equivtests.ranks.pools import Pools
-from equivtests.report import certificate as report
-from equivtests.report.tally import markdown, table, tally, total
+
+if TYPE_CHECKING:
+    from equivtests.chapters.plan import Plan
+    from equivtests.chapters.run import Result, Run
+    from equivtests.mutants.mutant import Mutant
+    from equivtests.report.certificate import Selection
+    from equivtests.report.tally import Row
 
 SUITE = Path(__file__).parent
 RESULT = pytest.StashKey[dict[str, Any]]()
 SESSION = pytest.StashKey["Session"]()
+
+
+def suite() -> ModuleType:
+    """What needs torch, imported when it is first used: other people's tests start without it."""
+    return importlib.import_module("equivtests.suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,7 +77,7 @@ class Session:
         """Made when first needed: a run of other tests pays nothing for it."""
         if self._plan is None:
             option = self.option
-            self._plan = plan(self.adapters, option.tier, option.nproc, option.strategy, self.seeds)
+            self._plan = suite().plan(self.adapters, option.tier, option.nproc, option.strategy, self.seeds)
         return self._plan
 
     @property
@@ -80,10 +85,10 @@ class Session:
         """Whether this is xdist's controller, which hands the runs to its workers."""
         return getattr(self.option, "dist", "no") != "no"
 
-    def selection(self) -> report.Selection:
+    def selection(self) -> Selection:
         o = self.option
         chosen = (self.adapters, tuple(o.strategy), self.seeds, o.threshold, self.settings)
-        return report.Selection(o.nproc, o.backend, o.device, o.tier, *chosen)
+        return suite().certificate.Selection(o.nproc, o.backend, o.device, o.tier, *chosen)
 
     def check(self) -> None:
         """What can be refused before anything is collected, where the options ask for something of their own."""
@@ -103,7 +108,7 @@ class Session:
         """The run with a command that also repeats the options that it was made with."""
         given = [(name, getattr(self.option, name)) for name in ("backend", "device", "threshold", "deadline")]
         extra = "".join(f" --{name} {value}" for name, value in given if value != DEFAULTS[name])
-        return replace(run, command=reproduce(run) + extra) if extra else run
+        return replace(run, command=suite().reproduce(run) + extra) if extra else run
 
 
 DEFAULTS = {"backend": "gloo", "device": "cpu", "threshold": THRESHOLD, "deadline": 30.0}
@@ -155,7 +160,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 metafunc.parametrize(f"{chapter}_run", runs or [None], ids=lambda r: r.id if r else "none")
         if "mutant" in metafunc.fixturenames:
             session.pools.warm()
-            metafunc.parametrize("mutant", planted(session.option.nproc), ids=lambda m: m.name)
+            metafunc.parametrize("mutant", suite().planted(session.option.nproc), ids=lambda m: m.name)
     except EquivtestsError as error:
         raise pytest.UsageError(str(error)) from None
 
@@ -187,9 +192,11 @@ def certify(equivtests_session: Session, request: pytest.FixtureRequest) -> Call
     def check(run: Run) -> None:
         run = equivtests_session.repeatable(run)
         try:
-            result = certify_run(equivtests_session.pools, run, equivtests_session.option.threshold)
+            result = suite().certify(equivtests_session.pools, run, equivtests_session.option.threshold)
         except EquivtestsError as error:
-            result = Result(run, Verdict.ERROR, explanation=[f"{run.strategy.name} on {run.case.name}: {error}"])
+            result = suite().Result(
+                run, Verdict.ERROR, explanation=[f"{run.strategy.name} on {run.case.name}: {error}"]
+            )
         request.node.stash[RESULT] = {"result": result.summary(), "settings": equivtests_session.pools.settings}
         keep(equivtests_session, result)
         if result.verdict not in (Verdict.PASS, Verdict.KNOWN):
@@ -201,7 +208,7 @@ def certify(equivtests_session: Session, request: pytest.FixtureRequest) -> Call
 @pytest.fixture
 def result_of(equivtests_session: Session) -> Callable[[Run], Result]:
     """The result of a run, whatever its verdict."""
-    return lambda run: certify_run(equivtests_session.pools, run, confirm=False)
+    return lambda run: suite().certify(equivtests_session.pools, run, confirm=False)
 
 
 @pytest.fixture
@@ -210,7 +217,7 @@ def kill(equivtests_session: Session, request: pytest.FixtureRequest) -> Callabl
 
     def check(mutant: Mutant) -> None:
         request.node.stash[RESULT] = {"kill": {"mutant": mutant.name, "killed": False}}
-        outcome: Kill = attempt(equivtests_session.pools, mutant)
+        outcome = suite().attempt(equivtests_session.pools, mutant)
         request.node.stash[RESULT] = {"kill": {"mutant": mutant.name, "killed": outcome.killed}}
         if not outcome.killed:
             pytest.fail("\n".join(outcome.lines), pytrace=False)
@@ -226,7 +233,7 @@ def keep(session: Session, result: Result) -> None:
     names = ("record",) if len(result.records) == 1 else tuple(f"record-{i}" for i in range(len(result.records)))
     for name, record in zip(names, result.records, strict=True):
         run = result.run
-        write_record(directory / run.chapter / run.id / name, run.case, run.strategy, record)
+        suite().write_record(directory / run.chapter / run.id / name, run.case, run.strategy, record)
 
 
 # ---------------------------------------------------------------------------------------------- reporting
@@ -273,10 +280,12 @@ class Collector:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if not self.reports_here or not self.session.results:
             return
-        self.certificate = report.certificate(self.session.selection(), self.session.plan, self.session.results)
+        self.certificate = suite().certificate.certificate(
+            self.session.selection(), self.session.plan, self.session.results
+        )
         self.path = self.session.option.certificate or Path("equivtests-certificate.json")
-        report.write(self.path, self.certificate)
-        write_step_summary(tally(self.session.plan, self.session.results))
+        suite().certificate.write(self.path, self.certificate)
+        write_step_summary(suite().tally(self.session.plan, self.session.results))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.certificate is not None:
@@ -289,9 +298,9 @@ class Collector:
 
 def summarize(reporter: Any, session: Session, data: dict[str, Any], path: Path | None) -> None:
     """The table of section "denominator of green", and where the certificate lies."""
-    rows = tally(session.plan, session.results)
+    rows = suite().tally(session.plan, session.results)
     reporter.section("equivtests")
-    for line in table([*rows, total(rows)]):
+    for line in suite().table([*rows, suite().total(rows)]):
         reporter.write_line(line)
     for name, world in session.plan.too_large:
         reporter.write_line(f"{name} needs --nproc {world}")
@@ -304,9 +313,9 @@ def summarize(reporter: Any, session: Session, data: dict[str, Any], path: Path 
     reporter.write_line(f"{word}: {path}")
 
 
-def write_step_summary(rows: list[Any]) -> None:
+def write_step_summary(rows: list[Row]) -> None:
     """The table for GitHub's step summary, where that variable is set."""
     target = os.environ.get("GITHUB_STEP_SUMMARY")
     if target:
         with open(target, "a", encoding="utf-8") as file:
-            file.write("### equivtests\n\n" + markdown([*rows, total(rows)]) + "\n")
+            file.write("### equivtests\n\n" + suite().markdown([*rows, suite().total(rows)]) + "\n")

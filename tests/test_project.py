@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -36,7 +38,8 @@ IMPORTS = {
     "mutants": "errors cases record models reference adapters ranks judge chapters",
     "report": "chapters judge",
     "cli": "errors cases adapters ranks judge explain chapters report",
-    "plugin": "errors cases adapters ranks judge explain chapters mutants report",
+    "suite": "chapters explain mutants report",
+    "plugin": "errors cases adapters ranks judge suite",
     "__main__": "cli",
     "__init__": "",
 }
@@ -173,3 +176,9 @@ def test_every_finding_is_listed() -> None:
     listed = {(index.parent / target).resolve() for target in links(index)}
     findings = {path.resolve() for path in CHECKOUT.glob("docs/findings/*.md")} - {index.resolve()}
     assert findings and findings == listed
+
+
+def test_other_peoples_tests_start_without_torch() -> None:
+    """The plugin of an installed equivtests is loaded by every pytest run of its users."""
+    loaded = "import sys, equivtests.plugin; raise SystemExit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loaded], cwd=CHECKOUT, check=False).returncode == 0
