@@ -21,7 +21,7 @@ from equivtests.chapters.certify import certify
 from equivtests.chapters.check_adapter import check_adapter
 from equivtests.chapters.plan import claims_of
 from equivtests.chapters.records import read_record, write_record
-from equivtests.chapters.run import Chapter, Result, Run
+from equivtests.chapters.run import Chapter, Result, Run, seating_of
 from equivtests.chapters.update import judge_update
 from equivtests.errors import AdapterError, CaseError, EquivtestsError
 from equivtests.explain.shrink import shrink
@@ -135,7 +135,7 @@ def run_case(options: argparse.Namespace) -> int:
 def runs_of(options: argparse.Namespace, case: Case) -> list[Run]:
     """The update runs of a case that the options choose. Raises AdapterError if there is none."""
     runs = [
-        Run("update", spec, strategy, case, claims.isolation == "case", command=_command(options, strategy.name))
+        Run("update", spec, strategy, case, seating_of(claims), command=_command(options, strategy.name))
         for spec in options.adapter or BUILTIN
         for claims in [claims_of(spec)]
         for strategy in claims.strategies
@@ -205,8 +205,8 @@ def _claimed(options: argparse.Namespace, fixture: Fixture) -> Iterable[Run]:
                 print(f"NOT CLAIMED {strategy.name}: {reason}")
             elif not options.strategy or strategy.name in options.strategy:
                 found += 1
-                isolated, command = claims.isolation == "case", _command(options, strategy.name)
-                yield Run(fixture.chapter, spec, strategy, fixture.case, isolated, command)
+                seating, command = seating_of(claims), _command(options, strategy.name)
+                yield Run(fixture.chapter, spec, strategy, fixture.case, seating, command)
     if not found:
         raise AdapterError(f"no strategy of {', '.join(options.adapter)} claims this case")
 

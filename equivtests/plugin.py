@@ -160,7 +160,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                 metafunc.parametrize(f"{chapter}_run", runs or [None], ids=lambda r: r.id if r else "none")
         if "mutant" in metafunc.fixturenames:
             session.pools.warm()
-            metafunc.parametrize("mutant", suite().planted(session.option.nproc), ids=lambda m: m.name)
+            mutants = suite().planted(session.option.nproc, session.adapters)
+            metafunc.parametrize("mutant", mutants, ids=lambda m: m.name)
     except EquivtestsError as error:
         raise pytest.UsageError(str(error)) from None
 

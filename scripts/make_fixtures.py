@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from equivtests.cases.case import Case
@@ -15,7 +16,7 @@ from equivtests.chapters.certify import certify
 from equivtests.errors import EquivtestsError
 from equivtests.explain.shrink import shrink
 from equivtests.judge.check import Verdict
-from equivtests.mutants.kill import planted, strategy_of
+from equivtests.mutants.kill import planted, run_of
 from equivtests.mutants.mutant import Mutant
 from equivtests.ranks.pools import Pools
 
@@ -24,15 +25,12 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 def still_killed(pools: Pools, mutant: Mutant, case: Case) -> bool:
     """Whether the parent claims and passes the case and the mutant fails it first by its quantity."""
-    parent, faulty = strategy_of(mutant.parent, mutant.strategy), strategy_of(mutant.adapter, mutant.strategy)
-    smaller = Mutant(**{**vars(mutant), "case": case})
+    smaller = replace(mutant, case=case)
+    parent = run_of(smaller, mutant.parent)
     try:
-        if (
-            parent.refusal(case)
-            or certify(pools, smaller.parent_run(parent), confirm=False).verdict is not Verdict.PASS
-        ):
+        if parent.strategy.refusal(case) or certify(pools, parent, confirm=False).verdict is not Verdict.PASS:
             return False
-        result = certify(pools, smaller.run(faulty), confirm=False)
+        result = certify(pools, run_of(smaller, mutant.adapter), confirm=False)
     except (EquivtestsError, IndexError):
         return False
     return result.verdict is Verdict.FAIL and result.first is not None and result.first.quantity == mutant.quantity

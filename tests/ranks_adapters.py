@@ -56,6 +56,31 @@ class Saving(Summing):
         self.feed.seek(int(position))
 
 
+class MeetingAlone(Summing):
+    """A framework without torch's process group: shows whether there is one, and what rank 0 told the others."""
+
+    def update(self, window: Window, observe: Observe) -> None:
+        told = self.ranks.agree("number", lambda: "2" if self.ranks.rank == 0 else "wrong")
+        if window.update == 0:
+            observe("inputs", "", [int(dist.is_initialized()), int(told)], update=0)
+
+
+class TellingVariables(Summing):
+    def update(self, window: Window, observe: Observe) -> None:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        if window.update == 0:
+            observe("inputs", "", [int(os.environ[name]) for name in names], update=0)
+
+
+class ImportedBefore(Summing):
+    """Raises unless the module that its jobs ask to preload is there."""
+
+    def setup(self, case: Case, ranks: Ranks) -> None:
+        super().setup(case, ranks)
+        if "tabnanny" not in sys.modules:
+            raise RuntimeError("tabnanny was not preloaded")
+
+
 class Raising(Summing):
     def fault(self) -> None:
         raise ValueError("the weights are\nnot mine")

@@ -20,7 +20,7 @@ from equivtests.cases.case import Case, Layout, Model
 from equivtests.errors import AdapterError, RanksError
 from equivtests.ranks import blame, traces
 from equivtests.ranks.blame import Event
-from equivtests.ranks.job import Failure, Job, Outcome
+from equivtests.ranks.job import Failure, Job, Outcome, Seating
 from equivtests.ranks.loading import load_adapter
 from equivtests.ranks.pool import Pool
 from equivtests.ranks.pools import Pools
@@ -439,10 +439,38 @@ def test_pools_keep_one_pool_per_world_on_one_server() -> None:
     pools = Pools(2, deadline=PATIENT)
     try:
         assert [pools.run(job("Summing", world)).failure for world in (1, 2, 1)] == [None] * 3
-        assert sorted(pools._pools) == [1, 2]
+        assert sorted(pools._pools) == [(1, "torch"), (2, "torch")]
         assert pools.settings["threads"] == "1"
     finally:
         pools.close()
+
+
+def test_a_framework_with_processes_of_its_own_finds_no_group_and_meets_by_agreement() -> None:
+    pools = Pools(2, deadline=PATIENT)
+    try:
+        records = [pools.run(job("MeetingAlone", 2, seating=Seating(group="own"))).record for _ in range(2)]
+    finally:
+        pools.close()
+    assert all(record is not None for record in records)
+    told = [{o.rank: o.array.tolist() for o in record.of("inputs")} for record in records if record]
+    assert told[0] == told[1] == {0: [0, 2], 1: [0, 2]}, "[is_initialized, value that rank 0 made]"
+
+
+def test_ranks_have_the_variables_that_launchers_set(pool: Pool) -> None:
+    record = record_of(pool, job("TellingVariables"))
+    assert {o.rank: o.array.tolist() for o in record.of("inputs")} == {r: [r, r, WORLD, WORLD] for r in range(WORLD)}
+
+
+def test_what_is_preloaded_is_there_before_ranks_are_forked() -> None:
+    pools = Pools(2, deadline=PATIENT)
+    try:
+        outcomes = [
+            pools.run(job("ImportedBefore", 2, seating=Seating(isolated=True, preload=modules)))
+            for modules in (("tabnanny",), ("tabnanny", "no_module_of_this_name"))
+        ]
+    finally:
+        pools.close()
+    assert [o.failure for o in outcomes] == [None, None]
 
 
 # ---------------------------------------------------------------------------------------------- blame

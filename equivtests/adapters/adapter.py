@@ -129,12 +129,21 @@ def is_ragged(case: Case) -> bool:
 
 @dataclass(frozen=True)
 class Claims:
-    """Strategies of an adapter. isolation "case": fresh processes for every run (process-wide singletons)."""
+    """Strategies of an adapter, and what it needs of the processes it runs in.
+
+    isolation "case": fresh processes for every run (process-wide singletons). group "own": the framework initializes its
+    processes itself, no torch process group is made (`Ranks.agree` helps to meet). preload: modules that are imported once
+    before ranks are forked, which makes fresh processes cheap; they must not start threads or touch devices when imported.
+    mutants: modules that plant mistakes in this adapter; `--mutants` shows that they are found.
+    """
 
     strategies: tuple[Strategy, ...]
     isolation: Literal["pool", "case"] = "pool"
     framework: str = ""
     notes: tuple[str, ...] = field(default=())
+    group: Literal["torch", "own"] = "torch"
+    preload: tuple[str, ...] = ()
+    mutants: tuple[str, ...] = ()
 
 
 class Adapter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,11 +12,11 @@ from equivtests.cases.case import Case, Layout, Model, Optimizer
 from equivtests.cases.parameters import parameters
 from equivtests.chapters.plan import claims_of
 from equivtests.chapters.restore import run_restore
-from equivtests.chapters.run import Result, Run
+from equivtests.chapters.run import Result, Run, seating_of
 from equivtests.chapters.update import judge_update
 from equivtests.errors import EquivtestsError
 from equivtests.judge.check import Verdict
-from equivtests.ranks.job import Failure, Job
+from equivtests.ranks.job import Failure, Seating
 from equivtests.ranks.pools import Pools
 from equivtests.record.observation import Observation, Record
 
@@ -33,23 +34,24 @@ def check_adapter(pools: Pools, spec: str) -> tuple[list[str], bool]:
             works = False
             lines.append(f"  {strategy.name}: claims worlds {sorted(strategy.worlds)}: try one of them with --nproc")
         for world in worlds:
-            problem = smoke(pools, spec, strategy, world, claims.isolation == "case")
+            problem = smoke(pools, spec, strategy, world, seating_of(claims))
             works = works and not problem
             lines.append(f"  {strategy.name}, {world} rank{'s' if world > 1 else ''}: {problem or 'works'}")
     next_step = f"the adapter works; certify it: python -m pytest --pyargs equivtests --nproc 4 --adapter {spec}"
     return [*lines, next_step if works else "mend this first"], works
 
 
-def smoke(pools: Pools, spec: str, strategy: Strategy, world: int, isolated: bool) -> str:
+def smoke(pools: Pools, spec: str, strategy: Strategy, world: int, seating: Seating) -> str:
     """What to fix, or "" if the strategy works."""
     case = smoke_case(strategy, world)
     if case is None:
         return "claims none of linear, mlp, gpt, chain in float32 with sgd or adamw: widen Strategy(...)"
-    outcome = (pools.run_fresh if isolated else pools.run)(Job(spec, strategy.name, case))
+    run = Run("update", spec, strategy, case, seating)
+    outcome = pools.run(run.job())
     if outcome.record is None:
         return in_lines(stack_of(outcome.failure))
     problems = form_problems(case, strategy, outcome.record)
-    return in_lines(problems) or numbers_problem(pools, Run("update", spec, strategy, case, isolated), outcome.record)
+    return in_lines(problems) or numbers_problem(pools, run, outcome.record)
 
 
 def smoke_case(strategy: Strategy, world: int) -> Case | None:
@@ -79,7 +81,7 @@ def numbers_problem(pools: Pools, run: Run, record: Record) -> str:
     try:
         result = judge_update(run, record)
         if result.verdict is Verdict.PASS and run.strategy.restores:
-            run = Run("restore", run.adapter, run.strategy, run.case, run.isolated)
+            run = replace(run, chapter="restore")
             result = run_restore(pools, run)
     except EquivtestsError as error:
         return str(error)

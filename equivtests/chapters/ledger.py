@@ -7,7 +7,6 @@ from equivtests.chapters.update import broken, finish
 from equivtests.judge.ledger import judge_ledger
 from equivtests.judge.tolerance import THRESHOLD
 from equivtests.judge.view import View
-from equivtests.ranks.job import Job
 from equivtests.ranks.pools import Pools
 from equivtests.record.observation import Record
 from equivtests.reference.expectation import expect
@@ -15,8 +14,7 @@ from equivtests.reference.expectation import expect
 
 def run_ledger(pools: Pools, run: Run, threshold: float = THRESHOLD) -> Result:
     """Run a case with its collectives recorded, and judge them. The strategy must declare an algorithm."""
-    execute = pools.run_fresh if run.isolated else pools.run
-    outcome = execute(Job(run.adapter, run.strategy.name, run.case, ledger=True))
+    outcome = pools.run(run.job(ledger=True))
     if outcome.record is None:
         return broken(run, outcome)
     return judge_ledger_run(run, outcome.record, threshold)

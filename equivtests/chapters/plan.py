@@ -11,7 +11,7 @@ from equivtests.adapters.adapter import MANDATORY, Adapter, Claims, KnownDiverge
 from equivtests.adapters.builtin import BUILTIN
 from equivtests.cases.case import Case
 from equivtests.cases.grid import GRID, LEDGER_CASES, RESTORE_CASES, Tier, cases, includes, too_large
-from equivtests.chapters.run import Chapter, Run
+from equivtests.chapters.run import Chapter, Run, seating_of
 from equivtests.errors import AdapterError, CaseError
 from equivtests.ranks.loading import load_adapter
 from equivtests.reference.expectation import refuse_discontinuities, trajectory
@@ -55,11 +55,22 @@ def claims_of(spec: str) -> Claims:
     if not names or len(set(names)) != len(names):
         raise AdapterError(f"{spec}: claims() names {names or 'no strategy'}; give every strategy a name of its own")
     problem = next((f"strategy {s.name}: {p}" for s in claims.strategies for p in problems_of(s)), "")
-    if not problem and claims.isolation not in ("pool", "case"):
-        problem = f"isolation is {claims.isolation!r}; use 'pool' or 'case'"
+    problem = problem or processes_problem(claims)
     if problem:
         raise AdapterError(f"{spec}: {problem}")
     return claims
+
+
+def processes_problem(claims: Claims) -> str:
+    """What is not well formed in what an adapter asks of its processes, or ""."""
+    if claims.isolation not in ("pool", "case"):
+        return f"isolation is {claims.isolation!r}; use 'pool' or 'case'"
+    if claims.group not in ("torch", "own"):
+        return f"group is {claims.group!r}; use 'torch' or 'own'"
+    for name in ("preload", "mutants"):
+        if not sequence_of(getattr(claims, name), str):
+            return f"{name} must be a tuple of module names: ('my_framework',)"
+    return ""
 
 
 def problems_of(strategy: Strategy) -> Iterator[str]:
@@ -144,20 +155,20 @@ def add_strategy(
     found: Plan, spec: str, claims: Claims, strategy: Strategy, tier: Tier, grid: list[Case], first: bool
 ) -> None:
     """Add the runs of one strategy on one seed; what is kept and what travels is looked at on the first seed alone."""
-    isolated = claims.isolation == "case"
+    seating = seating_of(claims)
     for case in grid:
         reason = strategy.refusal(case)
         if reason is not None:
             if first:
                 found.not_claimed.append(NotClaimed(strategy.name, case.name, reason))
             continue
-        found.runs.append(Run("update", spec, strategy, case, isolated))
+        found.runs.append(Run("update", spec, strategy, case, seating))
         if not first:
             continue
         if strategy.restores and includes(tier, RESTORE_CASES.get(row_of(case))):
-            found.runs.append(Run("restore", spec, strategy, case, isolated))
+            found.runs.append(Run("restore", spec, strategy, case, seating))
         if strategy.algorithm is not None and includes(tier, LEDGER_CASES.get(row_of(case))):
-            found.runs.append(Run("ledger", spec, strategy, case, isolated))
+            found.runs.append(Run("ledger", spec, strategy, case, seating))
 
 
 def row_of(case: Case) -> str:

@@ -10,7 +10,6 @@ from equivtests.judge.check import Verdict
 from equivtests.judge.restore import going_on, judge_restored
 from equivtests.judge.tolerance import THRESHOLD
 from equivtests.judge.view import View
-from equivtests.ranks.job import Job
 from equivtests.ranks.pools import Pools
 from equivtests.record.observation import Record
 from equivtests.reference.expectation import expect
@@ -19,14 +18,13 @@ from equivtests.reference.expectation import expect
 def run_restore(pools: Pools, run: Run, threshold: float = THRESHOLD) -> Result:
     """Run with a save in the middle, judge it, load in fresh ranks, judge again."""
     with tempfile.TemporaryDirectory(prefix="equivtests-restore-") as directory:
-        execute = pools.run_fresh if run.isolated else pools.run
-        saved = execute(Job(run.adapter, run.strategy.name, run.case, save_to=directory))
+        saved = pools.run(run.job(save_to=directory))
         if saved.record is None:
             return broken(run, saved)
         uninterrupted = judge_update(run, saved.record, threshold)
         if uninterrupted.verdict is not Verdict.PASS:
             return uninterrupted
-        loaded = pools.run_fresh(Job(run.adapter, run.strategy.name, run.case, load_from=directory))
+        loaded = pools.run_fresh(run.job(load_from=directory))
     if loaded.record is None:
         return broken(run, loaded)
     return judge_restore(run, saved.record, loaded.record, threshold)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from equivtests.adapters.adapter import KnownDivergence, Strategy
+from equivtests.adapters.adapter import Claims, KnownDivergence, Strategy
 from equivtests.cases.case import Case
 from equivtests.judge.check import Check, Judgement, Verdict
-from equivtests.ranks.job import Failure
+from equivtests.ranks.job import Failure, Job, Seating
 from equivtests.record.observation import Record
 
 Chapter = Literal["update", "restore", "ledger"]
@@ -26,8 +26,12 @@ class Run:
     adapter: str
     strategy: Strategy
     case: Case
-    isolated: bool = False
+    seating: Seating = Seating()
     command: str = ""
+
+    def job(self, **changes: Any) -> Job:
+        """What ranks have to do; `changes`: fields of the job."""
+        return Job(self.adapter, self.strategy.name, self.case, self.seating, **changes)
 
     @property
     def id(self) -> str:
@@ -41,6 +45,11 @@ class Run:
         ledger = self.chapter == "ledger"
         known = (k for k in self.strategy.known if fnmatch(self.case.name, k.case))
         return next((k for k in known if k.quantity == "error" or (k.quantity in COUNTED) == ledger), None)
+
+
+def seating_of(claims: Claims) -> Seating:
+    """What an adapter needs of the ranks it runs on."""
+    return Seating(claims.isolation == "case", claims.group, tuple(claims.preload))
 
 
 @dataclass

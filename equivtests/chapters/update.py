@@ -8,7 +8,7 @@ from equivtests.judge.check import Judgement, Verdict
 from equivtests.judge.judge import judge_view
 from equivtests.judge.tolerance import THRESHOLD
 from equivtests.judge.view import View
-from equivtests.ranks.job import Job, Outcome
+from equivtests.ranks.job import Outcome
 from equivtests.ranks.pools import Pools
 from equivtests.record.observation import Record
 from equivtests.reference.expectation import expect
@@ -16,8 +16,7 @@ from equivtests.reference.expectation import expect
 
 def run_update(pools: Pools, run: Run, threshold: float = THRESHOLD) -> Result:
     """Run a case on ranks and judge what they observed."""
-    execute = pools.run_fresh if run.isolated else pools.run
-    return conclude(run, execute(Job(run.adapter, run.strategy.name, run.case)), threshold)
+    return conclude(run, pools.run(run.job()), threshold)
 
 
 def conclude(run: Run, outcome: Outcome, threshold: float = THRESHOLD) -> Result:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from equivtests.adapters.adapter import Strategy
+from equivtests.adapters.builtin import BUILTIN
 from equivtests.cases.case import Case
 from equivtests.chapters.certify import certify
 from equivtests.chapters.plan import claims_of
-from equivtests.chapters.run import Result
+from equivtests.chapters.run import Result, Run, seating_of
+from equivtests.errors import AdapterError
 from equivtests.judge.check import Verdict
 from equivtests.mutants.mutant import MUTANTS, Mutant
 from equivtests.ranks.pools import Pools
@@ -29,10 +32,32 @@ class Kill:
 _passed: set[tuple[str, str, str, Case]] = set()
 
 
-def planted(nproc: int) -> list[Mutant]:
-    """All mutants that fit in `nproc` ranks, in the order they are planted."""
-    importlib.import_module("equivtests.mutants.catalogue")
-    return [m for m in MUTANTS.values() if m.case.layout.world <= nproc]
+def planted(nproc: int, adapters: Iterable[str] = BUILTIN) -> list[Mutant]:
+    """The mutants that fit in `nproc` ranks, in the order they are planted: all of the suite's own, or of other adapters.
+
+    Raises AdapterError if a module that an adapter claims to plant mutants in cannot be imported.
+    """
+    if tuple(adapters) == BUILTIN:
+        own = {module.__name__ for module in importlib.import_module("equivtests.mutants.catalogue").MODULES}
+        return [m for m in MUTANTS.values() if m.adapter.partition(":")[0] in own and m.case.layout.world <= nproc]
+    chosen = tuple(adapters)
+    for spec in chosen:
+        plant(spec)
+    return [replace(m, outside=True) for m in MUTANTS.values() if m.parent in chosen and m.case.layout.world <= nproc]
+
+
+def plant(spec: str) -> None:
+    """Import the modules in which an adapter says that its mutants are."""
+    for module in claims_of(spec).mutants:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise AdapterError(f"{spec}: claims mutants in {module}, which cannot be imported: {error}") from error
+
+
+def run_of(mutant: Mutant, spec: str) -> Run:
+    """The mutant's run with itself or its parent."""
+    return mutant.run(spec, strategy_of(spec, mutant.strategy), seating_of(claims_of(spec)))
 
 
 @lru_cache(maxsize=256)
@@ -46,7 +71,7 @@ def attempt(pools: Pools, mutant: Mutant) -> Kill:
     parent = parent_lines(pools, mutant)
     if parent:
         return Kill(mutant, False, parent)
-    result = certify(pools, mutant.run(strategy_of(mutant.adapter, mutant.strategy)), confirm=False)
+    result = certify(pools, run_of(mutant, mutant.adapter), confirm=False)
     first = result.first
     if result.verdict is Verdict.FAIL and first is not None and first.quantity == mutant.quantity:
         return Kill(mutant, True, result.explanation, result)
@@ -64,11 +89,11 @@ def parent_lines(pools: Pools, mutant: Mutant) -> list[str]:
     key = (mutant.parent, mutant.strategy, mutant.chapter, mutant.case)
     if key in _passed:
         return []
-    strategy = strategy_of(mutant.parent, mutant.strategy)
-    reason = strategy.refusal(mutant.case)
+    run = run_of(mutant, mutant.parent)
+    reason = run.strategy.refusal(mutant.case)
     if reason is not None:
         return [f"{mutant.name}: its parent {mutant.parent} does not claim the case: {reason}"]
-    result = certify(pools, mutant.parent_run(strategy), confirm=False)
+    result = certify(pools, run, confirm=False)
     if result.verdict is Verdict.PASS:
         _passed.add(key)
         return []

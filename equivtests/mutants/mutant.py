@@ -9,6 +9,7 @@ from equivtests.adapters.adapter import Adapter, Strategy
 from equivtests.cases.case import Case
 from equivtests.chapters.run import Chapter, Run
 from equivtests.judge.check import QUANTITIES
+from equivtests.ranks.job import Seating
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Mutant:
     """A planted mistake. It is killed by a FAIL whose first quantity is `quantity`, on `case`, where its parent passes.
 
     source: the public threads of the real bug. mistake: what is wrong, in one line. strategy: of the parent.
+    outside: its parent is no adapter of the suite's own, and has to be named to run it.
     """
 
     name: str
@@ -27,17 +29,17 @@ class Mutant:
     source: str
     mistake: str
     chapter: Chapter = "update"
+    outside: bool = False
 
-    def run(self, strategy: Strategy) -> Run:
-        """The run of the mutant itself."""
-        return Run(self.chapter, self.adapter, strategy, self.case, command=self.command)
-
-    def parent_run(self, strategy: Strategy) -> Run:
-        return Run(self.chapter, self.parent, strategy, self.case, command=self.command)
+    def run(self, adapter: str, strategy: Strategy, seating: Seating) -> Run:
+        """The run of the mutant itself, or of its parent."""
+        return Run(self.chapter, adapter, strategy, self.case, seating, self.command)
 
     @property
     def command(self) -> str:
-        return f'python -m pytest --nproc {self.case.layout.world} --mutants --pyargs equivtests -k "[{self.name}]"'
+        chosen = f" --adapter {self.parent}" if self.outside else ""
+        world = self.case.layout.world
+        return f'python -m pytest --nproc {world}{chosen} --mutants --pyargs equivtests -k "[{self.name}]"'
 
 
 MUTANTS: dict[str, Mutant] = {}

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -62,6 +63,7 @@ class ForkServer:
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="equivtests-"))
         self._owner = os.getpid()
+        self._preloaded: set[str] = set()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, (self.directory / "server.log").open("wb") as log:
             self._process = subprocess.Popen(
@@ -77,6 +79,13 @@ class ForkServer:
     @property
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def preload(self, modules: Iterable[str]) -> None:
+        """Import modules in the server, once, so that ranks forked from now on have them."""
+        new = [name for name in modules if name not in self._preloaded]
+        if new:
+            self._preloaded.update(new)
+            self._send({"task": "preload", "modules": new, "path": sys.path}, [])
 
     def seat(self, seat: Seat) -> Child:
         """Fork a rank."""
@@ -111,9 +120,7 @@ class ForkServer:
         status, status_theirs = os.pipe()
         try:
             with theirs:
-                socket.send_fds(self._socket, [json.dumps(request).encode()], [theirs.fileno(), status_theirs])
-        except OSError:
-            pass  # told below
+                self._send(request, [theirs.fileno(), status_theirs])
         finally:
             os.close(status_theirs)
         ready = select.select([status], [], [], START_DEADLINE)[0]
@@ -123,6 +130,12 @@ class ForkServer:
             os.close(status)
             raise RanksError(self._why())
         return Child(int(NUMBER.unpack(data)[0]), ours, status)
+
+    def _send(self, request: dict[str, Any], files: list[int]) -> None:
+        try:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], files)
+        except OSError:
+            pass  # the server has ended: told where its answer is awaited
 
     def _why(self) -> str:
         try:

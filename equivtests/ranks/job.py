@@ -12,6 +12,19 @@ FailureKind = Literal["raised", "exited", "killed", "deadline"]
 
 
 @dataclass(frozen=True)
+class Seating:
+    """What a run needs of its ranks.
+
+    isolated: ranks that ran nothing before and run nothing afterwards. group "own": no torch process group is made, the
+    framework initializes its processes itself. preload: modules imported once, before ranks are forked.
+    """
+
+    isolated: bool = False
+    group: Literal["torch", "own"] = "torch"
+    preload: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Job:
     """One run of a case. adapter: "package.module:Class".
 
@@ -23,6 +36,7 @@ class Job:
     adapter: str
     strategy: str
     case: Case
+    seating: Seating = Seating()
     save_to: str | None = None
     load_from: str | None = None
     stop: int | None = None
@@ -57,6 +71,7 @@ class Seat:
     """The place of one rank: what it has to know before it can meet the others.
 
     directory: of the pool, owned by the parent: rendezvous, stacks, logs and progress are files in it.
+    group: whether torch's process group is made ("torch") or not ("own").
     """
 
     rank: int
@@ -64,3 +79,4 @@ class Seat:
     backend: str
     device: str
     directory: str
+    group: Literal["torch", "own"] = "torch"

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from equivtests.errors import RanksError
 from equivtests.ranks import blame, traces
@@ -33,8 +33,9 @@ class Pool:
         device: str = "cpu",
         deadline: float = 30.0,
         server: ForkServer | None = None,
+        group: Literal["torch", "own"] = "torch",
     ) -> None:
-        self.world, self.backend, self.device, self.deadline = world, backend, device, deadline
+        self.world, self.backend, self.device, self.deadline, self.group = world, backend, device, deadline, group
         self.settings: dict[str, str] = {}
         """The determinism settings that the ranks reported."""
         self._owns_server = server is None
@@ -99,7 +100,7 @@ class Pool:
         self._directory = Path(tempfile.mkdtemp(prefix=f"pool-{self.world}-", dir=self._server.directory))
         self._progress = Progress(self._directory / "progress", self.world)
         for rank in range(self.world):
-            seat = Seat(rank, self.world, self.backend, self.device, str(self._directory))
+            seat = Seat(rank, self.world, self.backend, self.device, str(self._directory), self.group)
             self._children[rank] = self._server.seat(seat)
         watch = Watch(self._children, self._directory, self._progress)
         watch.until(time.monotonic() + START_DEADLINE)

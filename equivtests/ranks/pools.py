@@ -22,7 +22,7 @@ class Pools:
             raise RanksError(f"--nproc {nproc}: at least one rank is needed")
         self.nproc, self.backend, self.device, self.deadline = nproc, backend, device, deadline
         self._server: ForkServer | None = None
-        self._pools: dict[int, Pool] = {}
+        self._pools: dict[tuple[int, str], Pool] = {}
         self._checked = False
 
     def warm(self) -> None:
@@ -33,7 +33,8 @@ class Pools:
             self._server = ForkServer()
 
     def run(self, job: Job) -> Outcome:
-        return self._pool(job).run(job)
+        """Run a job in standing ranks, or in fresh ones if it asks to be isolated."""
+        return self.run_fresh(job) if job.seating.isolated else self._pool(job).run(job)
 
     def run_fresh(self, job: Job) -> Outcome:
         """Run in ranks forked anew, which run nothing afterwards."""
@@ -59,9 +60,12 @@ class Pools:
             raise RanksError(f"case {job.case.name!r} needs --nproc {world}; this run has --nproc {self.nproc}")
         self.warm()
         self.check_devices()
-        if world not in self._pools:
-            self._pools[world] = Pool(world, self.backend, self.device, self.deadline, self._server)
-        return self._pools[world]
+        assert self._server is not None
+        self._server.preload(job.seating.preload)
+        key = (world, job.seating.group)
+        if key not in self._pools:
+            self._pools[key] = Pool(world, self.backend, self.device, self.deadline, self._server, job.seating.group)
+        return self._pools[key]
 
     def check_devices(self) -> None:
         if self._checked or self.device == "cpu":

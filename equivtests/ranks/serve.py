@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import select
@@ -62,7 +63,13 @@ class Server:
                 message, files, _, _ = socket.recv_fds(self.requests, 65536, 2)
                 if not message:
                     return self.end()
-                self.fork(json.loads(message), *files)
+                self.serve(json.loads(message), files)
+
+    def serve(self, request: dict[str, Any], files: list[int]) -> None:
+        if request["task"] == "preload":
+            preload(request["modules"], request["path"])
+        else:
+            self.fork(request, *files)
 
     def fork(self, request: dict[str, object], pipe: int, status: int) -> None:
         pid = os.fork()
@@ -108,6 +115,18 @@ class Server:
         for pid in self.children:
             kill_group(pid)
         self.reap(0)
+
+
+def preload(modules: list[str], path: list[str]) -> None:
+    """Import modules before ranks are forked. One that cannot be imported is told by the ranks that need it."""
+    sys.path[:] = path
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception:  # noqa: BLE001 - told in the server's log
+            traceback.print_exc()
+    gc.collect()
+    gc.freeze()
 
 
 def lead_group(pid: int) -> None:

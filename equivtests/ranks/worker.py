@@ -46,6 +46,7 @@ def main(seat: Seat, pipe: Connection) -> int:
     board = Progress(directory / "progress", seat.world)
     _leave_traces(seat, directory)
     settings = deterministic(seat.device)
+    _tell_frameworks(seat)
     ranks = _meet(seat, directory)
     pipe.send(("ready", settings))
     while True:
@@ -88,14 +89,19 @@ def _meet(seat: Seat, directory: Path) -> Ranks:
     if device == "cuda":
         device = f"cuda:{seat.rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        seat.backend,
-        init_method=f"file://{directory}/store",
-        rank=seat.rank,
-        world_size=seat.world,
-        timeout=GROUP_TIMEOUT,
-    )
-    return Ranks(seat.rank, seat.world, device, seat.backend)
+    store = dist.FileStore(f"{directory}/store", seat.world)
+    store.set_timeout(GROUP_TIMEOUT)
+    if seat.group == "torch":
+        own = dist.PrefixStore("group", store)
+        dist.init_process_group(seat.backend, store=own, rank=seat.rank, world_size=seat.world, timeout=GROUP_TIMEOUT)
+    return Ranks(seat.rank, seat.world, device, seat.backend, dist.PrefixStore("agreed", store))
+
+
+def _tell_frameworks(seat: Seat) -> None:
+    """The variables that launchers set. No server listens at the address: the ranks have met already."""
+    world, rank = str(seat.world), str(seat.rank)
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 # ---------------------------------------------------------------------------------------------- one job

@@ -1,0 +1,1 @@
+"""Mutants of adapters for outside frameworks: each needs its framework to be imported."""
