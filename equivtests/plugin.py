@@ -44,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add = group.addoption
     add("--nproc", type=int, default=4, help="largest number of ranks (default 4)")
     add("--adapter", action="append", default=[], metavar="MODULE:CLASS", help="instead of the built-in ones")
+    add("--model", default="", metavar="MODULE:CLASS", help="one of your own, instead of the suite's (a weaker claim)")
     add("--strategy", action="append", default=[], metavar="NAME", help="only these strategies (may be repeated)")
     add("--tier", choices=TIERS, default="default", help="how much of the grid (default: default)")
     add("--seeds", type=int, default=1, metavar="N", help="run the grid on seeds 0..N-1 (default 1)")
@@ -77,7 +78,9 @@ class Session:
         """Made when first needed: a run of other tests pays nothing for it."""
         if self._plan is None:
             option = self.option
-            self._plan = suite().plan(self.adapters, option.tier, option.nproc, option.strategy, self.seeds)
+            self._plan = suite().plan(
+                self.adapters, option.tier, option.nproc, option.strategy, self.seeds, option.model
+            )
         return self._plan
 
     @property
@@ -87,14 +90,14 @@ class Session:
 
     def selection(self) -> Selection:
         o = self.option
-        chosen = (self.adapters, tuple(o.strategy), self.seeds, o.threshold, self.settings)
+        chosen = (self.adapters, tuple(o.strategy), self.seeds, o.threshold, self.settings, o.model)
         return suite().certificate.Selection(o.nproc, o.backend, o.device, o.tier, *chosen)
 
     def check(self) -> None:
         """What can be refused before anything is collected, where the options ask for something of their own."""
-        if self.option.adapter and str(self.config.invocation_params.dir) not in sys.path:
+        if (self.option.adapter or self.option.model) and str(self.config.invocation_params.dir) not in sys.path:
             sys.path.insert(0, str(self.config.invocation_params.dir))  # as `python -m pytest` does
-        if self.option.adapter or self.option.strategy or self.option.seed is not None:
+        if self.option.adapter or self.option.model or self.option.strategy or self.option.seed is not None:
             if not self.distributes:
                 self.pools.warm()
             with warnings.catch_warnings():
@@ -286,7 +289,7 @@ class Collector:
         )
         self.path = self.session.option.certificate or Path("equivtests-certificate.json")
         suite().certificate.write(self.path, self.certificate)
-        write_step_summary(suite().tally(self.session.plan, self.session.results))
+        write_step_summary(suite().tally(self.session.plan, self.session.results), self.certificate["claim"])
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.certificate is not None:
@@ -305,18 +308,21 @@ def summarize(reporter: Any, session: Session, data: dict[str, Any], path: Path 
         reporter.write_line(line)
     for name, world in session.plan.too_large:
         reporter.write_line(f"{name} needs --nproc {world}")
-    for line in session.plan.unmatched:
+    for line in [*session.plan.unmatched, *suite().declared_rules(session.plan)]:
         reporter.write_line(line)
     if session.option.threshold > THRESHOLD:
         reporter.write_line(f"the threshold was loosened to {session.option.threshold:g} (default {THRESHOLD:g})")
+    if session.plan.model:
+        reporter.write_line(data["claim"])
     partial = "partial result, not a certificate (not everything declared ran and passed)"
-    word = "certificate" if data["complete"] else partial
+    whole = "certificate of the weaker claim" if session.plan.model else "certificate"
+    word = whole if data["complete"] else partial
     reporter.write_line(f"{word}: {path}")
 
 
-def write_step_summary(rows: list[Row]) -> None:
-    """The table for GitHub's step summary, where that variable is set."""
+def write_step_summary(rows: list[Row], claim: str) -> None:
+    """The table and what is claimed for GitHub's step summary, where that variable is set."""
     target = os.environ.get("GITHUB_STEP_SUMMARY")
     if target:
         with open(target, "a", encoding="utf-8") as file:
-            file.write("### equivtests\n\n" + suite().markdown([*rows, suite().total(rows)]) + "\n")
+            file.write(f"### equivtests\n\n{suite().markdown([*rows, suite().total(rows)])}\nclaim: {claim}\n")

@@ -9,13 +9,14 @@ from equivtests.chapters.run import Result
 from equivtests.explain.report import reproduce
 from equivtests.mutants.kill import attempt, planted
 from equivtests.report import certificate
-from equivtests.report.tally import markdown, table, tally, total
+from equivtests.report.tally import declared_rules, markdown, table, tally, total
 
 __all__ = [
     "Result",
     "attempt",
     "certificate",
     "certify",
+    "declared_rules",
     "markdown",
     "plan",
     "planted",

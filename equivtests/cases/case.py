@@ -57,9 +57,12 @@ FEATURE_MEANING = {
 
 @dataclass(frozen=True)
 class Model:
-    """A tiny model. `inputs`, `outputs`: features of linear and mlp; `depth`: layers, or factors of a chain."""
+    """A tiny model. `inputs`, `outputs`: features of linear and mlp; `depth`: layers, or factors of a chain.
 
-    family: Literal["chain", "linear", "mlp", "gpt"]
+    Family own: a user's model, whose class `own` names ("module:Class"); only `length` says something of it, too.
+    """
+
+    family: Literal["chain", "linear", "mlp", "gpt", "own"]
     width: int = 8
     depth: int = 2
     inputs: int = 5
@@ -68,6 +71,7 @@ class Model:
     length: int = 8
     features: tuple[str, ...] = ()
     numbers: Literal["real", "dyadic"] = "real"
+    own: str = ""
 
     def has(self, feature: str) -> bool:
         return feature in self.features
@@ -152,6 +156,8 @@ class Semantics:
     accumulation: all: every micro-batch counts; last: only the newest one (earlier ones overwritten).
     clip_scope: global: the norm of the whole model; none: not clipped although the case asks for it.
     decay: declared: decay as the case says; all / none: every / no parameter decays.
+    master: none: the optimizer steps the weights themselves; float32: it steps a float32 copy of them, from gradients cast
+        to float32, and the weights are that copy cast back.
     """
 
     denominator: Literal["window", "microbatch", "rank", "rank-microbatch", "rows"] = "window"
@@ -160,6 +166,7 @@ class Semantics:
     accumulation: Literal["all", "last"] = "all"
     clip_scope: Literal["global", "none"] = "global"
     decay: Literal["declared", "all", "none"] = "declared"
+    master: Literal["none", "float32"] = "none"
 
     def describe(self) -> list[str]:
         """What differs from one device's semantics, as `field = value` lines."""
@@ -241,11 +248,12 @@ def _rules(case: Case) -> list[tuple[bool, str]]:
         (min(model.width, model.depth, model.length, model.outputs) >= 1, "model sizes must be at least 1"),
         (model.inputs >= 2, "model.inputs must be at least 2"),
         (model.family != "gpt" or model.width % 2 == 0, "model.width of gpt must be even (two heads)"),
-        (model.family == "gpt" or model.length >= 8, "model.length must be at least 8 (it carries the sample id)"),
-        (model.length >= 2, "model.length must be at least 2 (it carries the sample id)"),
+        ((model.family == "own") == bool(model.own), "model.own names a class for family own, and for no other"),
+        (model.family in ("gpt", "own") or model.length >= 8, "model.length must be at least 8 (it carries the sample id)"),
+        (model.family == "own" or model.length >= 2, "model.length must be at least 2 (it carries the sample id)"),
         (model.family != "gpt" or model.vocabulary >= 13, "model.vocabulary must be at least 13"),
         (_trains(model), "model.features: frozen leaves nothing to train in an mlp of depth 1 without bias"),
-        (not case.exact or model.family != "gpt", "model.numbers: gpt has no exact arithmetic; use real"),
+        (not case.exact or model.family not in ("gpt", "own"), f"model.numbers: {model.family} has no exact arithmetic; use real"),
         (layout.dp >= 1 and layout.replicate >= 1, "layout degrees must be at least 1"),
         (layout.dp % max(1, layout.replicate) == 0, f"layout.replicate {layout.replicate} must divide dp {layout.dp}"),
         (bool(case.windows), "windows is empty; give at least one update"),

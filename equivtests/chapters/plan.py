@@ -6,15 +6,28 @@ import fnmatch
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 
 from equivtests.adapters.adapter import MANDATORY, Adapter, Claims, KnownDivergence, Strategy
 from equivtests.adapters.builtin import BUILTIN
-from equivtests.cases.case import Case
-from equivtests.cases.grid import GRID, LEDGER_CASES, RESTORE_CASES, Tier, cases, includes, too_large
+from equivtests.cases.case import Case, Semantics
+from equivtests.cases.grid import (
+    GRID,
+    LEDGER_CASES,
+    OWN_RESTORE_CASES,
+    RESTORE_CASES,
+    Tier,
+    cases,
+    includes,
+    own_grid,
+    too_large,
+)
 from equivtests.chapters.run import Chapter, Run, seating_of
 from equivtests.errors import AdapterError, CaseError
-from equivtests.ranks.loading import load_adapter
+from equivtests.own import Loaded, loaded
+from equivtests.ranks.loading import load_adapter, load_model
 from equivtests.reference.expectation import refuse_discontinuities, trajectory
+from equivtests.reference.own import examine
 
 SEED_STRIDE = 1000  # where a seed puts a case at a discontinuity, seed + 1000, + 2000, … are tried
 
@@ -30,13 +43,17 @@ class NotClaimed:
 
 @dataclass
 class Plan:
-    """Declared runs in the order they are made, what is not claimed, cases that need more ranks, idle declarations."""
+    """Declared runs in the order they are made, what is not claimed, cases that need more ranks, idle declarations.
+
+    model: the user's own one that the cases are about ("": the suite's).
+    """
 
     runs: list[Run] = field(default_factory=list)
     strategies: list[str] = field(default_factory=list)
     not_claimed: list[NotClaimed] = field(default_factory=list)
     too_large: list[tuple[str, int]] = field(default_factory=list)
     unmatched: list[str] = field(default_factory=list)
+    model: str = ""
 
     def of(self, chapter: Chapter) -> list[Run]:
         return [run for run in self.runs if run.chapter == chapter]
@@ -113,16 +130,29 @@ def make(spec: str) -> Adapter:
         raise AdapterError(f"{spec} cannot be made without arguments: {error}") from error
 
 
+def use_model(spec: str) -> Loaded:
+    """Load a user's own model and examine it. Raises ModelError if it cannot serve as a reference."""
+    own = load_model(spec)
+    examine(own)
+    return own
+
+
 def plan(
     adapters: Iterable[str] = BUILTIN,
     tier: Tier = "default",
     nproc: int = 4,
     strategies: Iterable[str] = (),
     seeds: Iterable[int] = (0,),
+    model: str = "",
 ) -> Plan:
-    """All runs of a selection. Raises AdapterError for an unknown strategy name."""
-    wanted, found = set(strategies), Plan(too_large=too_large(tier, nproc))
-    grids = {seed: [usable(case) for case in cases(tier, nproc, seed)] for seed in seeds}
+    """All runs of a selection, on the suite's models or on one of the user's own (`model`: "package.module:Class").
+
+    Raises AdapterError for an unknown strategy name, ModelError for a model that cannot serve as a reference.
+    """
+    own = use_model(model) if model else None
+    lines = None if own is None else own_grid(model, own.model.length, own.model.learning_rate)
+    wanted, found = set(strategies), Plan(too_large=too_large(tier, nproc, lines), model=model)
+    grids = {seed: list(cases(tier, nproc, seed, lines)) for seed in seeds}
     known: set[str] = set()
     for spec in adapters:
         claims = claims_of(spec)
@@ -157,18 +187,26 @@ def add_strategy(
     """Add the runs of one strategy on one seed; what is kept and what travels is looked at on the first seed alone."""
     seating = seating_of(claims)
     for case in grid:
-        reason = strategy.refusal(case)
+        reason = strategy.refusal(case) or reference_refusal(case)
         if reason is not None:
             if first:
                 found.not_claimed.append(NotClaimed(strategy.name, case.name, reason))
             continue
+        case = usable(case, strategy.contract(case))
         found.runs.append(Run("update", spec, strategy, case, seating))
         if not first:
             continue
-        if strategy.restores and includes(tier, RESTORE_CASES.get(row_of(case))):
+        if strategy.restores and includes(tier, (RESTORE_CASES | OWN_RESTORE_CASES).get(row_of(case))):
             found.runs.append(Run("restore", spec, strategy, case, seating))
         if strategy.algorithm is not None and includes(tier, LEDGER_CASES.get(row_of(case))):
             found.runs.append(Run("ledger", spec, strategy, case, seating))
+
+
+def reference_refusal(case: Case) -> str | None:
+    """Why the reference has no truth for a case, or None if it does."""
+    if case.model.own and case.precision.weights == "float64" and not loaded(case.model.own).double:
+        return "precision float64: the model rounds to less inside"
+    return None
 
 
 def row_of(case: Case) -> str:
@@ -176,14 +214,15 @@ def row_of(case: Case) -> str:
     return re.sub(r"-s\d+$", "", case.name)
 
 
-def usable(case: Case) -> Case:
-    """The case, or the same with the next seed that keeps its distance from discontinuities."""
-    if case.seed == 0:
+@lru_cache(maxsize=4096)
+def usable(case: Case, semantics: Semantics) -> Case:
+    """The case, or the same with the next seed that under these rules keeps its distance from discontinuities."""
+    if case.seed == 0 and semantics == case.semantics:
         return case  # a test shows that the grid itself keeps its distance
     for attempt in range(64):
         candidate = case.replace(seed=case.seed + attempt * SEED_STRIDE)
         try:
-            refuse_discontinuities(trajectory(candidate, candidate.semantics))
+            refuse_discontinuities(trajectory(candidate, semantics))
         except CaseError:
             continue
         return candidate

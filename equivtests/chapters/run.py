@@ -7,7 +7,9 @@ from typing import Any, Literal
 
 from equivtests.adapters.adapter import Claims, KnownDivergence, Strategy
 from equivtests.cases.case import Case
+from equivtests.cases.meaning import in_words
 from equivtests.judge.check import Check, Judgement, Verdict
+from equivtests.own import claim
 from equivtests.ranks.job import Failure, Job, Seating
 from equivtests.record.observation import Record
 
@@ -36,6 +38,11 @@ class Run:
     @property
     def id(self) -> str:
         return f"{self.strategy.name}-{self.case.name}"
+
+    @property
+    def caveats(self) -> list[str]:
+        """What a verdict on this run says less than others, for the end of its explanation."""
+        return [f"  {words}"] if (words := claim(self.case.model.own)) else []
 
     @property
     def known(self) -> KnownDivergence | None:
@@ -84,7 +91,7 @@ class Result:
             "resolution": self.judgement.resolution(),
             "exact": self.run.case.exact,
             "precision": self.run.case.precision.label,
-            "semantics": self.run.strategy.contract(self.run.case).describe(),
+            "semantics": in_words(self.run.strategy.contract(self.run.case)),
             "first": None
             if first is None
             else {"quantity": first.quantity, "update": first.update, "name": first.name},

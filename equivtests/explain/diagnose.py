@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from equivtests.cases.case import Semantics
+from equivtests.cases.meaning import MEANING
 from equivtests.cases.windows import decode_ids
 from equivtests.explain.factors import factor_on_gradients, factor_on_loss, factor_on_scalar, named_factor
 from equivtests.explain.parts import (
@@ -34,29 +35,6 @@ from equivtests.reference.forward import Weights
 from equivtests.reference.rows import rows_of, token_coefficients
 
 Lines = Iterator[str]
-
-MEANING = {
-    ("denominator", "window"): "the loss is divided by the valid tokens of the whole window",
-    ("denominator", "microbatch"): "each micro-batch is divided by its own tokens over all ranks, then averaged",
-    ("denominator", "rank"): "each rank divides by its own valid tokens, then ranks are averaged",
-    ("denominator", "rank-microbatch"): "a mean of means: each micro-batch of each rank is divided by its own tokens",
-    ("denominator", "rows"): "means of micro-batches are weighted by their rows instead of their tokens",
-    ("auxiliary", "window"): "the auxiliary loss is averaged over the rows of the window",
-    ("auxiliary", "microbatch"): "the auxiliary loss is divided by each micro-batch's tokens over all ranks",
-    ("auxiliary", "rank"): "the auxiliary loss is divided by each rank's own tokens",
-    ("auxiliary", "rank-microbatch"): "the auxiliary loss is divided by each micro-batch's own tokens",
-    ("auxiliary", "rows"): "the auxiliary loss is weighted by rows of micro-batches",
-    ("reduction", "sum"): "gradients are added over ranks without the division by W",
-    ("reduction", "mean"): "gradients are averaged over ranks",
-    ("accumulation", "last"): "only the last micro-batch counts; earlier ones are overwritten",
-    ("accumulation", "all"): "all micro-batches count",
-    ("clip_scope", "global"): "gradients are clipped by the norm of the whole model",
-    ("clip_scope", "none"): "gradients are not clipped although the case asks for it",
-    ("decay", "declared"): "parameters decay as the case says",
-    ("decay", "all"): "every parameter decays, vectors too",
-    ("decay", "none"): "no parameter decays",
-}
-"""Plain words for the values of Semantics fields."""
 
 TERMS = {"extra": "the second head's loss", "z": "the z-loss", "pairs": "the loss over pairs"}
 SPANS = {
@@ -314,10 +292,10 @@ def same(found: Weights, truth: Weights, view: View) -> bool:
 
 
 def other_rule(view: View, check: Check) -> Lines:
-    """Another decay rule, or no clipping, under which the observed weights would be right."""
+    """Another decay rule, no clipping, or a copy in another precision, under which the observed weights would be right."""
     shown = {n: w.double() for n, w in view.tensors("weight", check.update + 1).items()}
     declared, _ = applied_once(view, check.update)
-    for field, value, semantics in alternatives(view.expectation.semantics, ("decay", "clip_scope")):
+    for field, value, semantics in alternatives(view.expectation.semantics, ("decay", "clip_scope", "master")):
         found, _ = applied_under(view, check.update, semantics)
         differs = any(not w.equal(declared[n]) for n, w in found.items())
         if differs and all(n in shown and close(shown[n].numpy(), w.double().numpy(), view) for n, w in found.items()):

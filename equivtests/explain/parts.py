@@ -9,7 +9,7 @@ import torch
 
 from equivtests.judge.view import View
 from equivtests.reference import update as one
-from equivtests.reference.expectation import gradient_unit, trained_names
+from equivtests.reference.expectation import trained_names
 from equivtests.reference.forward import Sums, batch_of, row_sums
 from equivtests.reference.rows import Rows, row_coefficients, rows_of
 
@@ -99,7 +99,7 @@ def multiple(view: View, left: np.ndarray, right: np.ndarray, scale: float) -> f
     factor = float(left @ right) / power
     miss = float(np.linalg.norm(left - factor * right))
     signal = math.sqrt(power) * max(1.0, abs(factor))
-    return factor if miss <= CLOSE * gradient_unit(view.case) * scale and miss <= signal / 16 else None
+    return factor if miss <= CLOSE * view.gradient_unit * scale and miss <= signal / 16 else None
 
 
 def close(value: np.ndarray, truth: np.ndarray, view: View) -> bool:
@@ -107,4 +107,4 @@ def close(value: np.ndarray, truth: np.ndarray, view: View) -> bool:
     if value.shape != truth.shape:
         return False
     norm = float(np.linalg.norm(truth))
-    return bool(np.linalg.norm(value - truth) <= 64 * gradient_unit(view.case) * max(norm, 1e-30))
+    return bool(np.linalg.norm(value - truth) <= 64 * view.gradient_unit * max(norm, 1e-30))

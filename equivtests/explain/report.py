@@ -70,7 +70,8 @@ def reproduce(run: Run) -> str:
     seeded = re.search(r"-s(\d+)$", run.case.name)
     seed = f"--seed {seeded[1]} " if seeded else ""
     expression = f"[{run.id}] and {run.chapter}"
-    selection = f"--nproc {run.case.layout.world} --tier nightly {adapter}{seed}--pyargs equivtests"
+    model = f"--model {run.case.model.own} " if run.case.model.own else ""
+    selection = f"--nproc {run.case.layout.world} --tier nightly {adapter}{model}{seed}--pyargs equivtests"
     return f'python -m pytest {selection} -k "{expression}"'
 
 

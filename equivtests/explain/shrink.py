@@ -80,6 +80,8 @@ def _simpler_parts(case: Case) -> Iterator[Changes]:
 
 def _smaller_model(case: Case) -> Iterator[Changes]:
     model = case.model
+    if model.own:
+        return  # its sizes are its owner's
     for feature in model.features:
         rest = tuple(f for f in model.features if f != feature)
         yield {"model": dataclasses.replace(model, features=rest)}

@@ -17,8 +17,9 @@ from equivtests.cases.windows import decode_ids
 from equivtests.judge.check import Check, Verdict
 from equivtests.judge.tolerance import Distance, elementwise, equal, radius_floor, rounded
 from equivtests.judge.view import View
+from equivtests.own import UNKNOWN, loaded
 from equivtests.reference import update as one
-from equivtests.reference.expectation import gradient_unit, layer_of, loss_unit, trained_names
+from equivtests.reference.expectation import layer_of, loss_unit, trained_names
 from equivtests.reference.forward import Weights
 from equivtests.reference.rows import rows_of
 
@@ -106,6 +107,7 @@ def samples(view: View, update: int) -> Checks:
     missing, extra = sorted((wanted - found).elements()), sorted((found - wanted).elements())
     rank = next((o.rank for o in shown if set(decode_ids(view.case.model, o.values()).tolist()) & set(extra)), None)
     words = f"never fed: {missing or 'none'}; fed too often or not of this window: {extra or 'none'}"
+    words += f" ({UNKNOWN}: inputs of no sample)" if UNKNOWN in extra else ""
     yield Check(
         "samples",
         update,
@@ -203,7 +205,7 @@ def _gradient(
     if observed.shape != truth.shape:
         return view.failed("gradient", update, name, f"has shape {observed.shape}, the parameter {truth.shape}")
     scale = max(v for n, v in norms.items() if layer_of(n) == layer_of(name))
-    floor = radius_floor(gradient_unit(view.case), norms[name], scale)
+    floor = radius_floor(view.gradient_unit, norms[name], scale)
     radius = max(view.expectation.radius[update].get(name, 0.0), floor)
     signal = norms[name] if norms[name] > 1e-6 * scale else scale
     return view.compared("gradient", update, name, observed, truth, judge_tensor(view, observed, truth, radius, signal))
@@ -317,8 +319,26 @@ def optimizer_state(view: View, update: int) -> Checks:
             yield view.compared("optimizer state", update, name, whole.values, wanted, distance)
 
 
+def constants(view: View, update: int) -> Checks:
+    """Buffers of a user's own model are those that it was built with, on every rank, before and after every update."""
+    expected = loaded(view.case.model.own).buffers
+    for entering in (0, 1) if update == 0 else (update + 1,):
+        for name in view.names("buffer", entering):
+            whole = view.whole("buffer", name, entering)
+            if whole is None or name not in expected:
+                yield view.failed("buffer", update, name, "the model has no buffer of this name")
+            elif whole.problem:
+                yield view.failed("buffer", update, name, whole.problem, whole.rank)
+            else:
+                wanted = expected[name].astype(whole.values.dtype)
+                yield view.compared("buffer", update, name, whole.values, wanted, equal(whole.values, wanted))
+
+
 def buffers(view: View, update: int) -> Checks:
     """Running means move by the mean over the rows of all ranks, and are the same on every rank."""
+    if view.case.model.own:
+        yield from constants(view, update)
+        return
     names = dict.fromkeys([*view.names("buffer", update), *view.names("buffer", update + 1)])
     if view.case.model.has("running") and not names:
         yield from view.absent("buffer", update, "all", "buffer")
@@ -371,7 +391,7 @@ def trajectory(view: View) -> Checks:
         if whole is None or whole.problem:
             continue
         norm, moved = float(truth.norm()), float((truth - first[name]).norm())
-        floor = max(view.eps * norm, gradient_unit(view.case) * moved)
+        floor = max(view.eps * norm, view.gradient_unit * moved)
         radius = max(view.expectation.trajectory_radius.get(name, 0.0), floor)
         signal = moved if moved else norm
         yield view.compared(
@@ -396,6 +416,20 @@ def vacuity(view: View) -> Checks:
     else:
         verdict, detail = Verdict.PASS, ""
     yield Check("vacuity", view.case.updates - 1, "update", verdict, detail=detail)
+
+
+def sharding(view: View) -> Checks:
+    """Where weights are claimed to be sharded, no rank shows all of them: a wrapper that wrapped nothing is found here."""
+    if "weights" not in view.strategy.shards or view.case.layout.shard == 1:
+        return
+    shown: Counter[int] = Counter()
+    for o in view.observations("weight", view.record.start):
+        shown[o.rank] += o.array.size
+    all_of_them = sum(w.numel() for w in view.expectation.weights[0].values())
+    whole = [rank for rank, size in shown.items() if size >= all_of_them]
+    if len(whole) == view.record.world:
+        words = "the strategy claims that weights are sharded, but every rank holds all of them"
+        yield view.failed("vacuity", view.case.updates - 1, "shards", words)
 
 
 def loss_scale_of(view: View, update: int) -> float:
@@ -437,4 +471,4 @@ PER_UPDATE: tuple[Callable[[View, int], Checks], ...] = (
 )
 """The checks of one update, in causal order."""
 
-AT_THE_END: tuple[Callable[[View], Checks], ...] = (trajectory, vacuity)
+AT_THE_END: tuple[Callable[[View], Checks], ...] = (trajectory, vacuity, sharding)

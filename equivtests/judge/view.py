@@ -14,7 +14,7 @@ from equivtests.judge.assemble import Whole, assemble
 from equivtests.judge.check import Check, Verdict
 from equivtests.judge.tolerance import THRESHOLD, Distance
 from equivtests.record.observation import Observation, Record
-from equivtests.reference.expectation import Expectation
+from equivtests.reference.expectation import Expectation, gradient_unit
 from equivtests.reference.update import States
 
 
@@ -68,8 +68,15 @@ class View:
 
     @property
     def eps(self) -> float:
-        """Unit roundoff scale of the stored weights."""
-        return float(torch.finfo(getattr(torch, self.case.precision.weights)).eps)
+        """Unit roundoff scale of the stored weights, or of the copy that the optimizer steps."""
+        master = self.expectation.semantics.master
+        kept = self.case.precision.weights if master == "none" else master
+        return float(torch.finfo(getattr(torch, kept)).eps)
+
+    @property
+    def gradient_unit(self) -> float:
+        """Epsilon of the coarsest dtype that a gradient passes through."""
+        return gradient_unit(self.case, self.expectation.semantics)
 
     @property
     def bitwise(self) -> bool:

@@ -17,6 +17,7 @@ from equivtests.adapters.textbook.zero import Zero1
 from equivtests.adapters.torch_adapter import Shown
 from equivtests.cases.grid import ADAM, FP16_WIRE, GPT, ODD_MLP, SGD, UNEQUAL, case
 from equivtests.mutants.mutant import mutant
+from equivtests.mutants.situations import TWO_BY_THREE_MLP
 from equivtests.record.observation import Place
 
 NARROW_WIRE = case("narrow-wire", ODD_MLP, UNEQUAL, SGD, FP16_WIRE)(2, 0)
@@ -54,6 +55,14 @@ class Fp16HookNoop(DDP):
     source="huggingface/accelerate 1.15.0: an FSDP plugin on CPU ranks gives DistributedDataParallel without a message",
     mistake="the sharded wrapper is plain DDP: correct gradients, nothing is sharded",
     chapter="ledger",
+)
+@mutant(
+    "fsdp-shards-nothing",
+    strategy="fsdp2",
+    case=TWO_BY_THREE_MLP,
+    quantity="vacuity",
+    source="huggingface/accelerate 1.15.0: an FSDP plugin on CPU ranks gives DistributedDataParallel without a message",
+    mistake="the sharded wrapper is plain DDP, in a framework whose collectives are not looked at",
 )
 class FsdpWrapsNothing(FSDP2):
     def wrap(self, module: nn.Module) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -12,6 +12,7 @@ from equivtests.cases import numbers
 from equivtests.cases.case import Case, Semantics
 from equivtests.cases.parameters import initial, parameters
 from equivtests.errors import CaseError
+from equivtests.own import PREFIX
 from equivtests.reference import update as one
 from equivtests.reference.exact import Proof, prove
 from equivtests.reference.forward import Weights
@@ -79,14 +80,15 @@ def expect(case: Case, semantics: Semantics) -> Expectation:
 
 
 def trajectory(case: Case, semantics: Semantics) -> Expectation:
-    """The float64 training run."""
+    """The float64 training run; a master copy of lower precision is a rounding, which the truth is free of."""
+    exact = replace(semantics, master="none")
     weights, made = canonical_weights(case), 0
     states: one.States = {}
     expectation = Expectation(case, semantics, [], [weights], [{} for _ in case.windows], [0.0] * case.updates)
     for update in range(case.updates):
         current = reference_step(case, semantics, update, made, weights)
         if not current.skipped:
-            weights, states = one.apply(case, semantics, made, weights, current.gradients, current.coefficient, states)
+            weights, states = one.apply(case, exact, made, weights, current.gradients, current.coefficient, states)
             made += 1
         expectation.steps.append(current)
         expectation.weights.append(weights)
@@ -179,14 +181,15 @@ def loss_unit(case: Case) -> float:
     return max(torch.finfo(getattr(torch, d)).eps for d in (case.precision.weights, case.precision.compute))
 
 
-def gradient_unit(case: Case) -> float:
-    """Epsilon of the coarsest dtype that a gradient passes through: the loss's, or what is sent between ranks."""
-    return max(loss_unit(case), torch.finfo(getattr(torch, case.precision.reduce)).eps)
+def gradient_unit(case: Case, semantics: Semantics = Semantics()) -> float:
+    """Epsilon of the coarsest dtype that a gradient passes through: the loss's, what is sent, what the optimizer takes."""
+    passed = (case.precision.reduce, *([] if semantics.master == "none" else [semantics.master]))
+    return max(loss_unit(case), *(torch.finfo(getattr(torch, dtype)).eps for dtype in passed))
 
 
 def layer_of(name: str) -> str:
     """The layer whose scale a tensor of true value zero is judged against: `layers.0`, `layers.0.attention`, `head`."""
-    parent = name.rpartition(".")[0]
+    parent = name.removeprefix(PREFIX).rpartition(".")[0]
     above = parent.rpartition(".")[0]
     return parent if parent.rpartition(".")[2].isdigit() or not above else above
 

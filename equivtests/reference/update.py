@@ -150,14 +150,20 @@ def apply(
     states: States,
     rate: float | None = None,
 ) -> tuple[Weights, States]:
-    """Weights and states after one optimizer step from clipped gradients; a parameter without gradient stays."""
+    """Weights and states after one optimizer step from clipped gradients; a parameter without gradient stays.
+
+    With a master copy the step is made in its dtype, and the weights are returned in their own.
+    """
     new_weights, new_states = dict(weights), dict(states)
     rate = case.optimizer.rate(step) if rate is None else rate
     for name, gradient in values.items():
         if coefficient != 1.0:
             gradient = gradient * torch.tensor(coefficient, dtype=gradient.dtype)
-        decay = optimizers.decay_of(case.optimizer, name, weights[name].ndim, semantics.decay)
-        new_weights[name], new_states[name] = optimizers.step(
-            case.optimizer, rate, decay, weights[name], gradient, states.get(name, {})
+        weight = weights[name]
+        dtype = weight.dtype if semantics.master == "none" else getattr(torch, semantics.master)
+        decay = optimizers.decay_of(case.optimizer, name, weight.ndim, semantics.decay)
+        stepped, new_states[name] = optimizers.step(
+            case.optimizer, rate, decay, weight.to(dtype), gradient.to(dtype), states.get(name, {})
         )
+        new_weights[name] = stepped.to(weight.dtype)
     return new_weights, new_states

@@ -14,6 +14,7 @@ import torch
 from equivtests import __version__
 from equivtests.chapters.plan import Plan
 from equivtests.judge.tolerance import THRESHOLD
+from equivtests.own import claim
 from equivtests.report.tally import tally, total
 
 SCHEMA = 1
@@ -32,6 +33,7 @@ class Selection:
     seeds: tuple[int, ...] = (0,)
     threshold: float = THRESHOLD
     settings: dict[str, str] = field(default_factory=dict)
+    model: str = ""
 
 
 def certificate(selection: Selection, plan: Plan, results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -40,6 +42,7 @@ def certificate(selection: Selection, plan: Plan, results: list[dict[str, Any]])
     return {
         "schema": SCHEMA,
         "equivtests": __version__,
+        "claim": claim(plan.model) or "full",
         "complete": bool(rows) and all(row.complete for row in rows if row.counts["declared"]),
         "threshold": {"value": selection.threshold, "default": THRESHOLD, "loosened": selection.threshold > THRESHOLD},
         "selection": asdict(selection),

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from equivtests.cases.meaning import in_words
 from equivtests.chapters.plan import Plan
 from equivtests.judge.check import Verdict
 
@@ -57,6 +58,12 @@ def tally(plan: Plan, results: Iterable[dict[str, Any]]) -> list[Row]:
             for quantity, ratio in result["worst"].items():
                 row.worst[quantity] = max(row.worst.get(quantity, 0.0), ratio)
     return list(rows.values())
+
+
+def declared_rules(plan: Plan) -> list[str]:
+    """A line for every strategy that is judged by a rule which its framework declares instead of one device's."""
+    declared = {run.strategy.name: run.strategy.semantics for run in plan.runs if run.strategy.semantics is not None}
+    return [f"{name} is judged by its declared rule: {'; '.join(in_words(rule))}" for name, rule in declared.items()]
 
 
 def total(rows: list[Row]) -> Row:
