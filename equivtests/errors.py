@@ -15,6 +15,10 @@ class AdapterError(EquivtestsError):
     """An adapter that cannot be loaded or that breaks the contract."""
 
 
+class ModelError(EquivtestsError):
+    """A model of a user's own that cannot be loaded, or that cannot serve as a reference."""
+
+
 class RecordError(EquivtestsError):
     """A record directory that is incomplete, malformed or belongs to another case."""
 

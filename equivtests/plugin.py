@@ -195,14 +195,9 @@ def certify(equivtests_session: Session, request: pytest.FixtureRequest) -> Call
 
     def check(run: Run) -> None:
         run = equivtests_session.repeatable(run)
-        try:
-            result = suite().certify(equivtests_session.pools, run, equivtests_session.option.threshold)
-        except EquivtestsError as error:
-            result = suite().Result(
-                run, Verdict.ERROR, explanation=[f"{run.strategy.name} on {run.case.name}: {error}"]
-            )
+        result = suite().outcome(equivtests_session.pools, run, equivtests_session.option.threshold)
         request.node.stash[RESULT] = {"result": result.summary(), "settings": equivtests_session.pools.settings}
-        keep(equivtests_session, result)
+        suite().keep_records(equivtests_session.option.keep_records, result)
         if result.verdict not in (Verdict.PASS, Verdict.KNOWN):
             pytest.fail(f"{result.verdict}: " + "\n".join(result.explanation), pytrace=False)
 
@@ -227,17 +222,6 @@ def kill(equivtests_session: Session, request: pytest.FixtureRequest) -> Callabl
             pytest.fail("\n".join(outcome.lines), pytrace=False)
 
     return check
-
-
-def keep(session: Session, result: Result) -> None:
-    """Write the records of a run below --keep-records."""
-    directory = session.option.keep_records
-    if directory is None:
-        return
-    names = ("record",) if len(result.records) == 1 else tuple(f"record-{i}" for i in range(len(result.records)))
-    for name, record in zip(names, result.records, strict=True):
-        run = result.run
-        suite().write_record(directory / run.chapter / run.id / name, run.case, run.strategy, record)
 
 
 # ---------------------------------------------------------------------------------------------- reporting
@@ -293,31 +277,14 @@ class Collector:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.certificate is not None:
-            summarize(terminalreporter, self.session, self.certificate, self.path)
+            terminalreporter.section("equivtests")
+            lines = suite().summary(self.session.plan, self.session.results, self.certificate, self.path)
+            for line in lines:
+                terminalreporter.write_line(line)
         if self.session.kills:
             killed = sum(kill["killed"] for kill in self.session.kills)
             terminalreporter.write_line("")
             terminalreporter.write_line(f"mutants: {killed} killed of {len(self.session.kills)} planted")
-
-
-def summarize(reporter: Any, session: Session, data: dict[str, Any], path: Path | None) -> None:
-    """The table of section "denominator of green", and where the certificate lies."""
-    rows = suite().tally(session.plan, session.results)
-    reporter.section("equivtests")
-    for line in suite().table([*rows, suite().total(rows)]):
-        reporter.write_line(line)
-    for name, world in session.plan.too_large:
-        reporter.write_line(f"{name} needs --nproc {world}")
-    for line in [*session.plan.unmatched, *suite().declared_rules(session.plan)]:
-        reporter.write_line(line)
-    if session.option.threshold > THRESHOLD:
-        reporter.write_line(f"the threshold was loosened to {session.option.threshold:g} (default {THRESHOLD:g})")
-    if session.plan.model:
-        reporter.write_line(data["claim"])
-    partial = "partial result, not a certificate (not everything declared ran and passed)"
-    whole = "certificate of the weaker claim" if session.plan.model else "certificate"
-    word = whole if data["complete"] else partial
-    reporter.write_line(f"{word}: {path}")
 
 
 def write_step_summary(rows: list[Row], claim: str) -> None:

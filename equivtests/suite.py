@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+from equivtests.campaign import keep_records, outcome
 from equivtests.chapters.certify import certify
 from equivtests.chapters.plan import plan
-from equivtests.chapters.records import write_record
-from equivtests.chapters.run import Result
 from equivtests.explain.report import reproduce
 from equivtests.mutants.kill import attempt, planted
 from equivtests.report import certificate
-from equivtests.report.tally import declared_rules, markdown, table, tally, total
+from equivtests.report.summary import summary
+from equivtests.report.tally import markdown, tally, total
 
 __all__ = [
-    "Result",
     "attempt",
     "certificate",
     "certify",
-    "declared_rules",
+    "keep_records",
     "markdown",
+    "outcome",
     "plan",
     "planted",
     "reproduce",
-    "table",
+    "summary",
     "tally",
     "total",
-    "write_record",
 ]

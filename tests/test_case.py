@@ -44,7 +44,7 @@ def test_the_text_form_is_pinned() -> None:
     """Fixtures of other versions are read for years: a change of this text is a change of the schema."""
     lines = dumps(PLAIN).splitlines()
     assert lines[:5] == ["{", '  "accumulation": 1,', '  "layout": {', '    "dp": 2,', '    "replicate": 1']
-    assert len(lines) == 68 and dumps(PLAIN).endswith("}\n") and '  "schema": 1,' in lines
+    assert len(lines) == 70 and dumps(PLAIN).endswith("}\n") and '  "schema": 1,' in lines
 
 
 def test_what_has_a_default_may_be_left_out() -> None:
@@ -87,7 +87,7 @@ MALFORMED = {
     "case.optimizer.betas[1]: expected a finite number, got null": changed("optimizer", "betas", value=[0.5, None]),
     "case.windows: expected a list, got 3": changed("windows", value=3),
     'case.windows[0][1][0][0]: expected int, got "2"': changed("windows", 0, 1, 0, 0, value="2"),
-    "case.model.family: expected one of ['chain', 'linear', 'mlp', 'gpt'], got": changed(
+    "case.model.family: expected one of ['chain', 'linear', 'mlp', 'gpt', 'own'], got": changed(
         "model", "family", value="rnn"
     ),
     "case.optimizer.name: expected one of ['sgd',": changed("optimizer", "name", value="lion"),

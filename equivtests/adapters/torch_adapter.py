@@ -67,7 +67,7 @@ class TorchAdapter(Adapter):
         self.watch_inputs(self.module)
         self.model = self.wrap(self.module)
         self.optimizer = self.make_optimizer()
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.rate_factor)
+        self.scheduler = self.make_scheduler()
         self.steps = 0
         scaling = case.precision.loss_scale
         self.loss_scale, self.growth = (scaling.initial if scaling else 1.0), 0
@@ -109,6 +109,10 @@ class TorchAdapter(Adapter):
         if o.name in ("adam", "adamw"):
             return {"lr": o.lr, "betas": o.betas, "eps": o.eps}
         return {"lr": o.lr, "momentum": o.momentum}
+
+    def make_scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
+        """The case's schedule of the learning rate; `step_scheduler` moves it."""
+        return torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.rate_factor)
 
     def rate_factor(self, step: int) -> float:
         schedule = self.case.optimizer.schedule
@@ -222,7 +226,11 @@ class TorchAdapter(Adapter):
         limit = self.case.optimizer.clip
         if limit is None:
             return
-        norm = self.clip_gradients(limit, math.inf if self.case.optimizer.clip_norm == "inf" else 2.0).detach()
+        order = math.inf if self.case.optimizer.clip_norm == "inf" else 2.0
+        self.show_clipping(observe, limit, self.clip_gradients(limit, order).detach())
+
+    def show_clipping(self, observe: Observe, limit: float, norm: Tensor) -> None:
+        """Show the norm before clipping, and the factor that follows from it."""
         here = Place((), replica=self.ranks.rank)
         for kind, value in (("norm", norm), ("clip", self.clip_factor(limit, norm))):
             observe(kind, kind, value.double().cpu().numpy(), update=self.window.update, place=here)
@@ -244,21 +252,23 @@ class TorchAdapter(Adapter):
 
     def advance(self, observe: Observe) -> None:
         """The optimizer's step and all that moves with it."""
-        rate = np.float64(self.optimizer.param_groups[0]["lr"])
-        observe("lr", "lr", rate, update=self.window.update, place=Place((), replica=self.ranks.rank))
+        self.show_rate(observe)
         self.step_everything()
         self.show_bytes(observe, "state", [t for _, t, _ in self.optimizer_state() if t.ndim > 0])
 
     def step_everything(self) -> None:
         """Optimizer, schedule, random state, step counter and loss scale, together."""
         self.optimizer_step()
-        self.scheduler.step()
+        self.step_scheduler()
         self.stream.draw += 1
         self.steps += 1
         self.grow_loss_scale()
 
     def optimizer_step(self) -> None:
         self.optimizer.step()
+
+    def step_scheduler(self) -> None:
+        self.scheduler.step()
 
     def grow_loss_scale(self) -> None:
         scaling = self.case.precision.loss_scale
@@ -280,15 +290,24 @@ class TorchAdapter(Adapter):
             if parameter.grad is not None:
                 yield name, parameter.grad, place
 
-    def show_update(self, observe: Observe, loss: Tensor) -> None:
-        update = self.window.update
+    def show_inputs(self, observe: Observe) -> None:
+        """What reached forward passes since the last update."""
         for k, inputs in enumerate(self.fed):
             if len(inputs):
-                show(observe, "inputs", "inputs", inputs, update=update, microbatch=k)
+                show(observe, "inputs", "inputs", inputs, update=self.window.update, microbatch=k)
         self.fed.clear()
+
+    def show_update(self, observe: Observe, loss: Tensor) -> None:
+        update = self.window.update
+        self.show_inputs(observe)
         observe("loss", "loss", loss.numpy(), update=update, place=Place((), partial="mean"))
         for name, gradient, place in self.gradients():
             show(observe, "gradient", name, gradient, update=update, place=place)
+
+    def show_rate(self, observe: Observe) -> None:
+        """The learning rate that the optimizer is about to use."""
+        rate = np.float64(self.optimizer.param_groups[0]["lr"])
+        observe("lr", "lr", rate, update=self.window.update, place=Place((), replica=self.ranks.rank))
 
     def show_bytes(self, observe: Observe, name: str, tensors: list[Tensor]) -> None:
         """Bytes of what this rank keeps, shown where it is most: gradients before they are reduced to any shards."""

@@ -240,6 +240,7 @@ def _power_of_two(x: float) -> bool:
 def _rules(case: Case) -> list[tuple[bool, str]]:
     model, layout, counts = case.model, case.layout, _counts(case)
     misplaced = [f for f in model.features if model.family not in FEATURES.get(f, ())]
+    least, inexact = {"gpt": 2, "own": 1}.get(model.family, 8), ("gpt", "own")
     return [
         (bool(case.name), "name is empty"),
         (case.schema == SCHEMA, f"schema is {case.schema}; this version reads {SCHEMA}"),
@@ -249,11 +250,13 @@ def _rules(case: Case) -> list[tuple[bool, str]]:
         (model.inputs >= 2, "model.inputs must be at least 2"),
         (model.family != "gpt" or model.width % 2 == 0, "model.width of gpt must be even (two heads)"),
         ((model.family == "own") == bool(model.own), "model.own names a class for family own, and for no other"),
-        (model.family in ("gpt", "own") or model.length >= 8, "model.length must be at least 8 (it carries the sample id)"),
-        (model.family == "own" or model.length >= 2, "model.length must be at least 2 (it carries the sample id)"),
+        (model.length >= least, f"model.length must be at least {least} (it carries the sample id)"),
         (model.family != "gpt" or model.vocabulary >= 13, "model.vocabulary must be at least 13"),
         (_trains(model), "model.features: frozen leaves nothing to train in an mlp of depth 1 without bias"),
-        (not case.exact or model.family not in ("gpt", "own"), f"model.numbers: {model.family} has no exact arithmetic; use real"),
+        (
+            not case.exact or model.family not in inexact,
+            f"model.numbers: {model.family} has no exact arithmetic; use real",
+        ),
         (layout.dp >= 1 and layout.replicate >= 1, "layout degrees must be at least 1"),
         (layout.dp % max(1, layout.replicate) == 0, f"layout.replicate {layout.replicate} must divide dp {layout.dp}"),
         (bool(case.windows), "windows is empty; give at least one update"),

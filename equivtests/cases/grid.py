@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from equivtests.cases.case import DOUBLE, Case, Layout, LossScale, Model, Optimizer, Precision, Semantics, Windows
+from equivtests.errors import CaseError
 
 Tier = Literal["quick", "default", "nightly"]
 TIERS: tuple[Tier, ...] = ("quick", "default", "nightly")
@@ -149,6 +151,40 @@ GRID: tuple[Row, ...] = (
 )  # fmt: skip
 
 
+def own_grid(spec: str, length: int, rate: float) -> tuple[Row, ...]:
+    """The cases of a user's own model. length: its most valid tokens of a sample; rate: at which plain SGD trains it."""
+    model = Model("own", own=spec, length=length)
+
+    def own(
+        name: str, tier: Tier, why: str, worlds: tuple[int, ...], windows: Windows, *rest: object, **more: int
+    ) -> Row:
+        return row(f"own-{name}", tier, why, worlds, model, scaled(windows, length), *rest, **more)
+
+    sgd = Optimizer("sgd", lr=rate)
+    momentum = Optimizer("momentum", lr=rate / 4, momentum=0.75, weight_decay=0.0625)
+    adamw = replace(ADAMW, lr=rate / 8)
+    clipped = Optimizer("sgd", lr=rate * 2.0**10, clip=2.0**-10)  # below any gradient: an update has the norm `rate`
+    return (
+        own("sgd", "quick", "unequal tokens, three updates", (4, 1), UNEQUAL, sgd),
+        own("adamw", "quick", "no-decay groups, schedule, short last window", (4, 2), UNEQUAL, adamw),
+        own("ragged-clip", "default", "ranks without rows, clipping by norm", (4, 3), RAGGED, clipped),
+        own("momentum-double", "default", "float64", (4,), UNEQUAL, momentum, DOUBLE),
+        own("empty-window", "default", "a window without a valid token", (4,), EMPTY, adamw),
+        own("hsdp", "default", "shards in two copies, clipping by norm", (4,), UNEQUAL, clipped, replicate=2),
+        own("one-update", "nightly", "one update only", (4, 3, 2, 1), ONE_UPDATE, replace(ADAM, lr=rate / 8)),
+    )
+
+
+def scaled(windows: Windows, length: int) -> Windows:
+    """Counts of valid tokens for samples of another length than 8, rounded up: none stays none."""
+    return tuple(
+        tuple(tuple(tuple(-(-n * length // 8) for n in rows) for rows in micros) for micros in window)
+        for window in windows
+    )
+
+
+OWN_RESTORE_CASES: dict[str, Tier] = {"own-adamw-w4": "default", "own-adamw-w2": "nightly"}
+
 RESTORE_CASES: dict[str, Tier] = {
     "linear-sgd-w1": "quick",
     "gpt-dropout-w4": "default",  # AdamW, a schedule, dropout
@@ -184,15 +220,58 @@ def includes(tier: Tier, needed: Tier | None) -> bool:
     return needed is not None and TIERS.index(needed) <= TIERS.index(tier)
 
 
-def cases(tier: Tier, nproc: int, seed: int = 0) -> Iterator[Case]:
-    """The cases of a tier (and of the tiers below it) whose world fits in `nproc`, smallest tiers first."""
-    for line in GRID:
+def cases(
+    tier: Tier, nproc: int, seed: int = 0, grid: tuple[Row, ...] | None = None, exactly: bool = False
+) -> Iterator[Case]:
+    """The cases of a tier (and of the tiers below it) whose world fits in `nproc`, smallest tiers first.
+
+    grid: other rows than those of the suite. exactly: every row on `nproc` ranks, no fewer.
+    """
+    for line in GRID if grid is None else grid:
         if includes(tier, line.tier):
-            for world in line.worlds:
-                if world <= nproc:
-                    yield line.make(world, seed)
+            for world in worlds_of(line, nproc, exactly):
+                yield line.make(world, seed)
 
 
-def too_large(tier: Tier, nproc: int) -> list[tuple[str, int]]:
+def worlds_of(line: Row, nproc: int, exactly: bool = False) -> tuple[int, ...]:
+    """The worlds of a row that fit in `nproc`, and `nproc` itself in the place of those that do not."""
+    worlds = {world for world in line.worlds if world <= nproc and not exactly}
+    if nproc in line.worlds or (max(line.worlds) > nproc or exactly) and folds(line.make(line.worlds[0], 0), nproc):
+        worlds.add(nproc)
+    return tuple(sorted(worlds, key=[*line.worlds, nproc].index))
+
+
+def folds(case: Case, world: int) -> bool:
+    """Whether a row's data may be fed by any number of ranks: not if they lie in copies, or add up exactly in halves."""
+    return case.layout.replicate == 1 and (not case.exact or world & (world - 1) == 0)
+
+
+def tier_of(table: dict[str, Tier], row: str) -> Tier | None:
+    """From which tier on a case ("gpt-adamw-w4") is run in a chapter; another world counts as its row's own."""
+    listed = {f"{line.name}-w{world}" for line in GRID for world in line.worlds}
+    if row in table or row in listed:
+        return table.get(row)
+    name = row.rpartition("-w")[0]
+    return min((t for n, t in table.items() if n.rpartition("-w")[0] == name), key=TIERS.index, default=None)
+
+
+def too_large(tier: Tier, nproc: int, grid: tuple[Row, ...] | None = None) -> list[tuple[str, int]]:
     """(case name, world) of the cases of a tier that need more ranks than `nproc`."""
-    return [(f"{line.name}-w{w}", w) for line in GRID if includes(tier, line.tier) for w in line.worlds if w > nproc]
+    rows = [line for line in (GRID if grid is None else grid) if includes(tier, line.tier)]
+    return [(f"{line.name}-w{w}", w) for line in rows for w in line.worlds if w > nproc]
+
+
+MOST_RANKS = 64
+
+
+def named(name: str, grid: tuple[Row, ...] = GRID) -> Case:
+    """The case of a name, ROW-wWORLD or ROW-wWORLD-sSEED, at any world size that the row can be made for.
+
+    Raises CaseError if there is none.
+    """
+    match = re.fullmatch(r"(.+)-w([1-9]\d?)(?:-s(\d{1,9}))?", name)
+    line = next((line for line in grid if match and line.name == match[1]), None)
+    if match is None or line is None or int(match[2]) > MOST_RANKS:
+        words = f"write ROW-wWORLD such as {grid[0].name}-w2 (rows: `equivtests list`), or the path of a case file"
+        raise CaseError(f"no case {name!r}: {words}")
+    return line.make(int(match[2]), int(match[3] or 0))

@@ -9,6 +9,7 @@ import numpy as np
 
 from equivtests.cases import numbers
 from equivtests.cases.case import Case, Model
+from equivtests.own import loaded
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,12 @@ def parameters(model: Model) -> list[Parameter]:
 
 
 def initial(case: Case) -> dict[str, np.ndarray]:
-    """Canonical initial weights: number · scale + offset, rounded to float32 (which only an offset needs); float64."""
+    """Canonical initial weights: number · scale + offset, rounded to float32 (which only an offset needs); float64.
+
+    Those of a user's own model are what its `build()` makes in this process.
+    """
+    if case.model.own:
+        return dict(loaded(case.model.own).weights)
     draw = numbers.ternary if case.exact else numbers.real
     drawn = {
         p.name: draw(case.seed, f"weight.{p.name}", p.shape) * (1.0 if case.exact else p.scale) + p.offset
@@ -119,4 +125,10 @@ def _block(name: str, model: Model) -> Iterator[Parameter]:
             yield Parameter(f"{name}.mlp.{part}.bias", (shape[0],), 0.25)
 
 
-_FAMILIES = {"chain": _chain, "linear": _linear, "mlp": _mlp, "gpt": _gpt}
+def _own(model: Model) -> Iterator[Parameter]:
+    own = loaded(model.own)
+    for name, value in own.weights.items():
+        yield Parameter(name, value.shape, trained=name in own.trained)
+
+
+_FAMILIES = {"chain": _chain, "linear": _linear, "mlp": _mlp, "gpt": _gpt, "own": _own}

@@ -8,7 +8,8 @@ from functools import lru_cache
 import numpy as np
 
 from equivtests.cases import numbers
-from equivtests.cases.case import Case, Model
+from equivtests.cases.case import MAX_SAMPLES, Case, Model
+from equivtests.own import loaded
 
 ID_BITS = 8
 
@@ -18,6 +19,7 @@ class MicroBatch:
     """What one rank feeds forward at once; N rows of L positions.
 
     inputs: gpt: int64 (N, L); else float64 (N, L, features). targets: gpt: int64 (N, L); else float64 (N, L, outputs).
+    A user's own model has samples of its own: inputs and targets are N of them, stacked.
     valid: bool (N, L). ids: int64 (N,), for the dropout stream only. conditional: whether the optional branch is on.
     """
 
@@ -90,6 +92,8 @@ def empty_micro_batch(case: Case) -> MicroBatch:
 @lru_cache(maxsize=4096)
 def sample(model: Model, seed: int, sample_id: int) -> tuple[np.ndarray, np.ndarray]:
     """(inputs, targets) of one sample. The id stands in the inputs: base-V digits for gpt, bits for the others."""
+    if model.own:
+        return loaded(model.own).sample(sample_id)
     if model.family == "gpt":
         drawn = numbers.integers(seed, f"tokens.{sample_id}", model.length + 1, model.vocabulary)
         drawn[0], drawn[1] = sample_id % model.vocabulary, sample_id // model.vocabulary
@@ -103,7 +107,12 @@ def sample(model: Model, seed: int, sample_id: int) -> tuple[np.ndarray, np.ndar
 
 
 def decode_ids(model: Model, inputs: np.ndarray) -> np.ndarray:
-    """Sample ids, int64 (N,), read from the inputs that reached a forward pass."""
+    """Sample ids, int64 (N,), read from the inputs that reached a forward pass.
+
+    Samples of a user's own model are recognized by their content; other content is `own.UNKNOWN`.
+    """
+    if model.own:
+        return loaded(model.own).numbers(inputs, MAX_SAMPLES)
     if model.family == "gpt":
         return (inputs[:, 0] + inputs[:, 1] * model.vocabulary).astype(np.int64)
     bits = inputs[:, :ID_BITS, 0].astype(np.int64) - (1 if model.family == "chain" else 0)

@@ -11,7 +11,7 @@ from equivtests.chapters.update import run_update
 from equivtests.judge.check import Verdict
 from equivtests.judge.tolerance import THRESHOLD
 from equivtests.ranks.job import Job, Outcome
-from equivtests.ranks.pools import Pools
+from equivtests.ranks.pools import Runs
 
 CHAPTERS: dict[Chapter, Callable[..., Result]] = {
     "update": run_update,
@@ -21,11 +21,11 @@ CHAPTERS: dict[Chapter, Callable[..., Result]] = {
 """How a run of each chapter is made and judged."""
 
 
-class FreshPools:
+class FreshPools(Runs):
     """Pools that run everything in ranks forked anew."""
 
-    def __init__(self, pools: Pools) -> None:
-        self.pools = pools
+    def __init__(self, pools: Runs) -> None:
+        self.pools, self.nproc = pools, pools.nproc
 
     def run(self, job: Job) -> Outcome:
         return self.pools.run_fresh(job)
@@ -39,7 +39,7 @@ def place_of(result: Result) -> tuple[str, int, str] | None:
     return None if first is None else (first.quantity, first.update, first.name)
 
 
-def certify(pools: Pools, run: Run, threshold: float = THRESHOLD, confirm: bool = True) -> Result:
+def certify(pools: Runs, run: Run, threshold: float = THRESHOLD, confirm: bool = True) -> Result:
     """The result of a run. A FAIL is repeated once in fresh ranks; if it does not repeat, it stays a FAIL (flaky)."""
     result = CHAPTERS[run.chapter](pools, run, threshold)
     if result.verdict is not Verdict.FAIL or not confirm:

@@ -7,12 +7,12 @@ from equivtests.chapters.update import broken, finish
 from equivtests.judge.ledger import judge_ledger
 from equivtests.judge.tolerance import THRESHOLD
 from equivtests.judge.view import View
-from equivtests.ranks.pools import Pools
+from equivtests.ranks.pools import Runs
 from equivtests.record.observation import Record
 from equivtests.reference.expectation import expect
 
 
-def run_ledger(pools: Pools, run: Run, threshold: float = THRESHOLD) -> Result:
+def run_ledger(pools: Runs, run: Run, threshold: float = THRESHOLD) -> Result:
     """Run a case with its collectives recorded, and judge them. The strategy must declare an algorithm."""
     outcome = pools.run(run.job(ledger=True))
     if outcome.record is None:

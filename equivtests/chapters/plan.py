@@ -20,6 +20,7 @@ from equivtests.cases.grid import (
     cases,
     includes,
     own_grid,
+    tier_of,
     too_large,
 )
 from equivtests.chapters.run import Chapter, Run, seating_of
@@ -144,15 +145,17 @@ def plan(
     strategies: Iterable[str] = (),
     seeds: Iterable[int] = (0,),
     model: str = "",
+    exactly: bool = False,
 ) -> Plan:
     """All runs of a selection, on the suite's models or on one of the user's own (`model`: "package.module:Class").
 
+    exactly: every case on `nproc` ranks, no fewer.
     Raises AdapterError for an unknown strategy name, ModelError for a model that cannot serve as a reference.
     """
     own = use_model(model) if model else None
     lines = None if own is None else own_grid(model, own.model.length, own.model.learning_rate)
     wanted, found = set(strategies), Plan(too_large=too_large(tier, nproc, lines), model=model)
-    grids = {seed: list(cases(tier, nproc, seed, lines)) for seed in seeds}
+    grids = {seed: list(cases(tier, nproc, seed, lines, exactly)) for seed in seeds}
     known: set[str] = set()
     for spec in adapters:
         claims = claims_of(spec)
@@ -196,9 +199,9 @@ def add_strategy(
         found.runs.append(Run("update", spec, strategy, case, seating))
         if not first:
             continue
-        if strategy.restores and includes(tier, (RESTORE_CASES | OWN_RESTORE_CASES).get(row_of(case))):
+        if strategy.restores and includes(tier, tier_of(RESTORE_CASES | OWN_RESTORE_CASES, row_of(case))):
             found.runs.append(Run("restore", spec, strategy, case, seating))
-        if strategy.algorithm is not None and includes(tier, LEDGER_CASES.get(row_of(case))):
+        if strategy.algorithm is not None and includes(tier, tier_of(LEDGER_CASES, row_of(case))):
             found.runs.append(Run("ledger", spec, strategy, case, seating))
 
 

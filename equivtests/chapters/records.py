@@ -1,7 +1,7 @@
-"""Records on disk: JSON for what was observed, safetensors for the arrays. Nothing here executes what it reads.
+"""Record directories: what a run observed, as plain files. Nothing here executes what it reads.
 
-A record directory holds `record.json` (case, strategy, world, device and one entry per observation) and one
-`rank-N.safetensors` per rank, whose keys are the positions of the entries.
+A record directory holds `record.json` (format, case, strategy, world, device, start) and, written by every rank on its own,
+`rank-N.json` and `rank-N.safetensors` (see `record.serialize`).
 """
 
 from __future__ import annotations
@@ -9,118 +9,92 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
-
-import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from typing import Literal, cast
 
 from equivtests.adapters.adapter import MANDATORY, Strategy
 from equivtests.cases.case import Case, from_json, to_json
 from equivtests.errors import CaseError, RecordError
-from equivtests.record.observation import KINDS, Observation, Place, Record, form_problem
+from equivtests.record.observation import Record
+from equivtests.record.serialize import rank_from_bytes, rank_to_bytes
 
-FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One observation without its array."""
-
-    kind: str
-    name: str
-    rank: int
-    update: int
-    place: Place
-    dtype: str
-    microbatch: int | None = None
+FORMAT = 2
 
 
 @dataclass(frozen=True)
-class Contents:
+class Header:
     """What `record.json` holds."""
 
     format: int
     case: Case
     strategy: Strategy
     world: int
-    entries: tuple[Entry, ...]
     device: Literal["cpu", "cuda"] = "cpu"
     start: int = 0
 
 
 def write_record(directory: Path, case: Case, strategy: Strategy, record: Record) -> None:
-    """Write a record directory (made if missing)."""
+    """Write a record directory (made if missing; the ranks of another record there are removed)."""
     directory.mkdir(parents=True, exist_ok=True)
-    entries = tuple(
-        Entry(o.kind, o.name, o.rank, o.update, o.place, o.dtype, o.microbatch) for o in record.observations
-    )
+    for old in directory.glob("rank-*"):
+        old.unlink()
     device = cast(Literal["cpu", "cuda"], record.device)
-    contents = Contents(FORMAT, case, strategy, record.world, entries, device, record.start)
-    (directory / "record.json").write_text(json.dumps(to_json(contents), indent=1, sort_keys=True) + "\n")
+    header = to_json(Header(FORMAT, case, strategy, record.world, device, record.start))
+    (directory / "record.json").write_text(json.dumps(header, indent=1, sort_keys=True) + "\n")
     for rank in range(record.world):
-        arrays = {str(i): np.asarray(o.array, order="C") for i, o in enumerate(record.observations) if o.rank == rank}
-        save_file(arrays, directory / f"rank-{rank}.safetensors")
+        shown = [o for o in record.observations if o.rank == rank]
+        text, arrays = rank_to_bytes(shown, record.collectives.get(rank))
+        (directory / f"rank-{rank}.json").write_text(text)
+        (directory / f"rank-{rank}.safetensors").write_bytes(arrays)
 
 
 def read_record(directory: Path) -> tuple[Case, Strategy, Record]:
     """Read a record directory. Raises RecordError naming what is missing or malformed."""
-    contents = _contents(directory)
-    arrays = [_arrays(directory / f"rank-{rank}.safetensors") for rank in range(contents.world)]
-    updates = contents.case.updates
-    observations = [_observation(directory, i, entry, arrays, updates) for i, entry in enumerate(contents.entries)]
-    silent = sorted(MANDATORY - contents.strategy.observes)
-    if silent:
-        raise RecordError(
-            f"{directory / 'record.json'}: strategy.observes lacks {', '.join(silent)}, which are mandatory"
-        )
-    record = Record(contents.world, contents.device, observations, start=contents.start)
-    return contents.case, contents.strategy, record
+    header = _header(directory)
+    record = Record(header.world, header.device, start=header.start)
+    for rank in range(header.world):
+        text, arrays = (_content(directory / f"rank-{rank}.{kind}") for kind in ("json", "safetensors"))
+        observations, collectives = rank_from_bytes(text, arrays, rank, header.case.updates, f"{directory}/")
+        record.observations += observations
+        if collectives is not None:
+            record.collectives[rank] = collectives
+    if (directory / f"rank-{header.world}.json").exists():
+        words = f"the world is {header.world}, ranks count from 0: remove what another run left"
+        raise RecordError(f"{directory}/rank-{header.world}.json: {words}")
+    return header.case, header.strategy, record
 
 
-def _contents(directory: Path) -> Contents:
+def _header(directory: Path) -> Header:
     path = directory / "record.json"
     try:
-        contents = from_json(Contents, json.loads(path.read_text()), "record.json")
+        data = json.loads(path.read_text())
+        if isinstance(data, dict) and data.get("format", FORMAT) != FORMAT:
+            raise CaseError(f"format {data['format']}; this version reads {FORMAT}: write the record anew")
+        header = from_json(Header, data, "record.json")
     except OSError:
-        raise RecordError(
-            f"{path} cannot be read: a record directory holds record.json and rank-N.safetensors"
-        ) from None
+        words = "a record directory holds record.json, and rank-N.json and rank-N.safetensors of every rank"
+        raise RecordError(f"{path} cannot be read: {words}") from None
     except (ValueError, RecursionError, CaseError) as error:
         raise RecordError(f"{path}: {error}") from None
-    if contents.format != FORMAT:
-        raise RecordError(f"{path}: format {contents.format}; this version reads {FORMAT}")
-    if not 0 <= contents.start < contents.case.updates:
-        raise RecordError(f"{path}: start {contents.start}, but the case has {contents.case.updates} updates")
-    if contents.world != contents.case.layout.world:
-        raise RecordError(f"{path}: world {contents.world}, but the case has {contents.case.layout.world} ranks")
-    return contents
+    problem = _problem(header)
+    if problem:
+        raise RecordError(f"{path}: {problem}")
+    return header
 
 
-def _arrays(path: Path) -> dict[str, np.ndarray]:
+def _problem(header: Header) -> str:
+    """Why the parts of a header do not fit together, or ""."""
+    silent = sorted(MANDATORY - header.strategy.observes)
+    if silent:
+        return f"strategy.observes lacks {', '.join(silent)}, which are mandatory"
+    if not 0 <= header.start < header.case.updates:
+        return f"start {header.start}, but the case has {header.case.updates} updates"
+    if header.world != header.case.layout.world:
+        return f"world {header.world}, but the case has {header.case.layout.world} ranks"
+    return ""
+
+
+def _content(path: Path) -> bytes:
     try:
-        return load_file(path)
+        return path.read_bytes()
     except OSError:
         raise RecordError(f"{path} is missing: every rank of the world writes one") from None
-    except SafetensorError as error:
-        raise RecordError(f"{path} is not a safetensors file: {error}") from None
-
-
-def _observation(directory: Path, i: int, e: Entry, arrays: list[dict[str, np.ndarray]], updates: int) -> Observation:
-    where = f"{directory / 'record.json'}: entries[{i}] ({e.kind} {e.name} of rank {e.rank})"
-    if e.kind not in KINDS:
-        raise RecordError(f"{where}: unknown kind; known are {', '.join(KINDS)}")
-    if not 0 <= e.rank < len(arrays) or str(i) not in arrays[e.rank]:
-        raise RecordError(f"{where}: no array {i} in rank-{e.rank}.safetensors")
-    array: Any = arrays[e.rank][str(i)]
-    if not 0 <= e.update <= updates:
-        raise RecordError(f"{where}: update {e.update}, but the case has {updates} (0 to {updates} may be entered)")
-    if str(array.dtype) != ("uint16" if e.dtype == "bfloat16" else e.dtype):
-        raise RecordError(f"{where}: array of {array.dtype}, but the entry says {e.dtype}")
-    if form_problem(e.kind, array):
-        raise RecordError(f"{where}: {form_problem(e.kind, array)}")
-    if e.place.problem:
-        raise RecordError(f"{where}: {e.place.problem}")
-    if array.size != e.place.size:
-        raise RecordError(f"{where}: array of {array.size} elements at a place of {e.place.size}")
-    return Observation(e.kind, e.name, e.rank, e.update, e.microbatch, e.place, e.dtype, array)

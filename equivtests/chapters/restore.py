@@ -10,12 +10,12 @@ from equivtests.judge.check import Verdict
 from equivtests.judge.restore import going_on, judge_restored
 from equivtests.judge.tolerance import THRESHOLD
 from equivtests.judge.view import View
-from equivtests.ranks.pools import Pools
+from equivtests.ranks.pools import Runs
 from equivtests.record.observation import Record
 from equivtests.reference.expectation import expect
 
 
-def run_restore(pools: Pools, run: Run, threshold: float = THRESHOLD) -> Result:
+def run_restore(pools: Runs, run: Run, threshold: float = THRESHOLD) -> Result:
     """Run with a save in the middle, judge it, load in fresh ranks, judge again."""
     with tempfile.TemporaryDirectory(prefix="equivtests-restore-") as directory:
         saved = pools.run(run.job(save_to=directory))

@@ -9,12 +9,12 @@ from equivtests.judge.judge import judge_view
 from equivtests.judge.tolerance import THRESHOLD
 from equivtests.judge.view import View
 from equivtests.ranks.job import Outcome
-from equivtests.ranks.pools import Pools
+from equivtests.ranks.pools import Runs
 from equivtests.record.observation import Record
 from equivtests.reference.expectation import expect
 
 
-def run_update(pools: Pools, run: Run, threshold: float = THRESHOLD) -> Result:
+def run_update(pools: Runs, run: Run, threshold: float = THRESHOLD) -> Result:
     """Run a case on ranks and judge what they observed."""
     return conclude(run, pools.run(run.job()), threshold)
 
@@ -35,7 +35,7 @@ def judge_update(run: Run, record: Record, threshold: float = THRESHOLD) -> Resu
 
 def finish(run: Run, judgement: Judgement, view: View, records: list[Record]) -> Result:
     """A result with its explanation; a declared divergence that shows as declared is known, one that does not is a FAIL."""
-    lines = explained(run, view, judgement)
+    lines = [*explained(run, view, judgement), *run.caveats]
     result = Result(run, judgement.verdict, judgement, None, lines, records)
     known = run.known
     if known is None:
@@ -45,9 +45,8 @@ def finish(run: Run, judgement: Judgement, view: View, records: list[Record]) ->
         result.verdict = Verdict.KNOWN
     elif judgement.verdict is Verdict.PASS:
         result.verdict = Verdict.FAIL
-        result.explanation = [
-            f"declared to differ in {known.quantity} ({known.reason}), but it passes: remove the entry"
-        ]
+        words = f"declared to differ in {known.quantity} ({known.reason}), but it passes: remove the entry"
+        result.explanation = [words, *run.caveats]
     return result
 
 
@@ -71,4 +70,6 @@ def broken(run: Run, outcome: Outcome) -> Result:
     known = run.known
     declared = known is not None and known.quantity == "error" and known.message in outcome.failure.message
     verdict = Verdict.KNOWN if declared else Verdict.ERROR
-    return Result(run, verdict, failure=outcome.failure, explanation=explain_failure(run, outcome.failure))
+    return Result(
+        run, verdict, failure=outcome.failure, explanation=[*explain_failure(run, outcome.failure), *run.caveats]
+    )

@@ -28,17 +28,30 @@ def assemble(parts: list[Observation], world: int) -> Whole:
     """
     if _equal_copies(parts):
         return Whole(parts[0].values(), copies=len(parts))
+    filled = _fill_all(parts, world)
+    broken = next((whole for whole in filled if whole.problem), None)
+    return broken or _compare_copies(filled, _copies(parts))
+
+
+def incomplete(parts: list[Observation], world: int) -> str:
+    """Why the parts do not make one tensor ("" if they do). Whether copies are equal is another question."""
+    return next((whole.problem for whole in _fill_all(parts, world) if whole.problem), "")
+
+
+def _fill_all(parts: list[Observation], world: int) -> list[Whole]:
+    """The tensor of every copy; a single one where parts are combined, or cannot be of one tensor."""
     problem = _misfit(parts)
     if problem:
-        return Whole(np.zeros(()), problem, parts[0].rank)
-    if parts[0].place.partial:
-        return _combine(parts, world)
+        return [Whole(np.zeros(()), problem, parts[0].rank)]
+    return [_combine(parts, world)] if parts[0].place.partial else [_fill(members) for members in _copies(parts)]
+
+
+def _copies(parts: list[Observation]) -> list[list[Observation]]:
+    """The parts by the copy that they belong to."""
     copies: dict[int, list[Observation]] = {}
     for part in parts:
         copies.setdefault(part.place.replica, []).append(part)
-    filled = [_fill(members) for _, members in sorted(copies.items())]
-    broken = next((whole for whole in filled if whole.problem), None)
-    return broken or _compare_copies(filled, [members for _, members in sorted(copies.items())])
+    return [members for _, members in sorted(copies.items())]
 
 
 def _equal_copies(parts: list[Observation]) -> bool:
@@ -77,7 +90,8 @@ def _combine(parts: list[Observation], world: int) -> Whole:
     if seen != list(range(world)):
         problem = f"a partial value needs all {world} ranks once, but ranks {seen} showed one"
         return Whole(parts[0].values(), problem, seen[0])
-    total = np.sum([part.values().astype(np.float64) for part in parts], axis=0)
+    shape = parts[0].array.shape
+    total = np.sum([part.values().astype(np.float64).reshape(shape) for part in parts], axis=0)
     return Whole(total / world if parts[0].place.partial == "mean" else total)
 
 

@@ -27,10 +27,12 @@ Checks = Iterator[Check]
 
 
 def initial_weights(view: View, update: int) -> Checks:
-    """Weights entering the first update are the canonical ones, bit for bit, on every copy."""
+    """Weights entering the first update are the canonical ones, bit for bit, on every copy; so are constant buffers."""
     if update != 0:
         return
     dtype = np.dtype(view.case.precision.weights)
+    if view.case.model.own:
+        yield from constants(view, 0, 0, "initial weights")
     for name in set(view.names("weight", 0)) - set(initial(view.case)):
         yield view.failed("initial weights", 0, name, "the model has no parameter of this name")
     for name, value in initial(view.case).items():
@@ -319,25 +321,24 @@ def optimizer_state(view: View, update: int) -> Checks:
             yield view.compared("optimizer state", update, name, whole.values, wanted, distance)
 
 
-def constants(view: View, update: int) -> Checks:
-    """Buffers of a user's own model are those that it was built with, on every rank, before and after every update."""
+def constants(view: View, update: int, entering: int, quantity: str) -> Checks:
+    """Buffers of a user's own model that enter an update are those that it was built with, on every rank."""
     expected = loaded(view.case.model.own).buffers
-    for entering in (0, 1) if update == 0 else (update + 1,):
-        for name in view.names("buffer", entering):
-            whole = view.whole("buffer", name, entering)
-            if whole is None or name not in expected:
-                yield view.failed("buffer", update, name, "the model has no buffer of this name")
-            elif whole.problem:
-                yield view.failed("buffer", update, name, whole.problem, whole.rank)
-            else:
-                wanted = expected[name].astype(whole.values.dtype)
-                yield view.compared("buffer", update, name, whole.values, wanted, equal(whole.values, wanted))
+    for name in view.names("buffer", entering):
+        whole = view.whole("buffer", name, entering)
+        if whole is None or name not in expected:
+            yield view.failed(quantity, update, name, "the model has no buffer of this name")
+        elif whole.problem:
+            yield view.failed(quantity, update, name, whole.problem, whole.rank)
+        else:
+            wanted = expected[name].astype(whole.values.dtype)
+            yield view.compared(quantity, update, name, whole.values, wanted, equal(whole.values, wanted))
 
 
 def buffers(view: View, update: int) -> Checks:
     """Running means move by the mean over the rows of all ranks, and are the same on every rank."""
     if view.case.model.own:
-        yield from constants(view, update)
+        yield from constants(view, update, update + 1, "buffer")
         return
     names = dict.fromkeys([*view.names("buffer", update), *view.names("buffer", update + 1)])
     if view.case.model.has("running") and not names:

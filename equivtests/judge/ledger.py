@@ -159,7 +159,7 @@ def kept_bytes(view: View) -> Iterator[Check]:
     """In every update that is made, every rank keeps its share of weights, gradients and state, no less and no more."""
     each = bytes_per_parameter(view.case)
     for update in view.updates:
-        shown = {(o.name, o.rank): int(o.values()) for o in view.observations("bytes", update)}
+        shown = {(o.name, o.rank): int(o.values().item()) for o in view.observations("bytes", update)}
         if not shown and "bytes" not in view.strategy.observes:
             continue
         given = ledger_input(view.case, view.strategy, update)

@@ -8,10 +8,11 @@ from torch import nn
 from equivtests.cases.case import Case
 from equivtests.cases.parameters import initial, parameters
 from equivtests.models.gpt import GPT
+from equivtests.models.own import Own
 from equivtests.models.parts import DropoutStream
 from equivtests.models.plain import MLP, Chain, Linear
 
-FAMILIES: dict[str, type[nn.Module]] = {"chain": Chain, "linear": Linear, "mlp": MLP, "gpt": GPT}
+FAMILIES: dict[str, type[nn.Module]] = {"chain": Chain, "linear": Linear, "mlp": MLP, "gpt": GPT, "own": Own}
 
 TERM_WEIGHTS = {"main": 1.0, "extra": 0.25, "z": 2.0**-6, "pairs": 2.0**-6}
 """Factor of each loss term in the objective."""
@@ -21,12 +22,16 @@ TERM_DENOMINATOR = {"main": "tokens", "extra": "tokens", "z": "rows", "pairs": "
 
 
 def build(case: Case, device: str = "cpu") -> tuple[nn.Module, DropoutStream]:
-    """The model of a case in the dtype of its weights, canonical weights loaded, and its dropout stream."""
+    """The model of a case in the dtype of its weights, canonical weights loaded, and its dropout stream.
+
+    A user's own module has the weights that it was built with.
+    """
     stream = DropoutStream(case.seed)
     with torch.random.fork_rng(devices=[]):
         module = FAMILIES[case.model.family](case.model, stream)
     module.to(dtype=getattr(torch, case.precision.weights), device=device)
-    load_canonical(case, module)
+    if not case.model.own:
+        load_canonical(case, module)
     return module, stream
 
 

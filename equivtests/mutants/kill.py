@@ -16,7 +16,7 @@ from equivtests.chapters.run import Result, Run, seating_of
 from equivtests.errors import AdapterError
 from equivtests.judge.check import Verdict
 from equivtests.mutants.mutant import MUTANTS, Mutant
-from equivtests.ranks.pools import Pools
+from equivtests.ranks.pools import Runs
 
 
 @dataclass
@@ -66,7 +66,7 @@ def strategy_of(spec: str, name: str) -> Strategy:
     return next(s for s in claims_of(spec).strategies if s.name == name)
 
 
-def attempt(pools: Pools, mutant: Mutant) -> Kill:
+def attempt(pools: Runs, mutant: Mutant) -> Kill:
     """Run parent and mutant. Nothing but a FAIL by the declared quantity is a kill."""
     parent = parent_lines(pools, mutant)
     if parent:
@@ -84,7 +84,7 @@ def attempt(pools: Pools, mutant: Mutant) -> Kill:
     )
 
 
-def parent_lines(pools: Pools, mutant: Mutant) -> list[str]:
+def parent_lines(pools: Runs, mutant: Mutant) -> list[str]:
     """Nothing if the parent passes the mutant's case; it is run once per case."""
     key = (mutant.parent, mutant.strategy, mutant.chapter, mutant.case)
     if key in _passed:

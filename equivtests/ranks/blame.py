@@ -7,8 +7,8 @@ import signal
 from collections import Counter
 from dataclasses import dataclass
 
-from equivtests.ranks.job import FailureKind
-from equivtests.ranks.traces import Doing
+from equivtests.ranks.job import Failure, FailureKind
+from equivtests.ranks.traces import FINISHED, Doing, doing
 
 _VICTIM = re.compile(
     r"closed by peer|reset by peer|broken pipe|peer closed|remote process exited|ncclRemoteError|"
@@ -30,6 +30,40 @@ class Event:
     def is_victim(self) -> bool:
         """Whether the rank only found that another one was gone."""
         return self.kind == "raised" and bool(_VICTIM.search(self.message))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What ranks left when a run broke: what each was doing (a stack, or the end of its output), its newest collectives,
+    and when it was ("while running update 1")."""
+
+    stacks: dict[int, str]
+    collectives: dict[int, list[str]]
+    phases: dict[int, str]
+
+
+def failure(events: list[Event], pending: set[int], scene: Scene, deadline: float) -> Failure:
+    """Who is to blame for a broken run, and why. `pending`: ranks that neither answered nor ended."""
+    if events:
+        first = culprit(events)
+        kind, rank, message = first.kind, first.rank, f"rank {first.rank} {first.message}"
+        if kind == "killed":
+            message += difference(scene.collectives)
+        if first.is_victim:
+            rank, more = bystander(rank, {r: doing(scene.stacks.get(r, "")) for r in pending})
+            message += more
+    else:
+        kind, (rank, message) = "deadline", overdue(pending, scene, deadline)
+    raised = {event.rank: event.text for event in events if event.text}
+    return Failure(kind, rank, message, dict(sorted((scene.stacks | raised).items())), scene.collectives)
+
+
+def overdue(pending: set[int], scene: Scene, deadline: float) -> tuple[int, str]:
+    """(rank to blame, message) where ranks missed the deadline."""
+    doings = {r: doing(scene.stacks.get(r, "")) if r in pending else FINISHED for r in scene.phases}
+    rank, text = stuck(doings, odd_one(scene.collectives))
+    more = difference(scene.collectives) if all(what.waits for what in doings.values()) else ""
+    return rank, f"{text}; the deadline of {deadline:g} s passed {scene.phases[min(pending)]}{more}"
 
 
 def ended(rank: int, code: int, when: str, words: str) -> Event:

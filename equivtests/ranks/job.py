@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from equivtests.cases.case import Case
+from equivtests.own import loaded
 from equivtests.record.observation import Record
 
 FailureKind = Literal["raised", "exited", "killed", "deadline"]
@@ -31,6 +32,8 @@ class Job:
     save_to: after `case.save_after` windows the adapter saves there, then the same run goes on to its end.
     load_from: the adapter loads from there after `setup`. stop: number of windows to feed (None: all of them).
     ledger: record collectives.
+
+    A case about a user's own model needs that model to be loaded here already: ranks import what a job names.
     """
 
     adapter: str
@@ -41,6 +44,10 @@ class Job:
     load_from: str | None = None
     stop: int | None = None
     ledger: bool = False
+
+    def __post_init__(self) -> None:
+        if self.case.model.own:
+            loaded(self.case.model.own)
 
 
 @dataclass(frozen=True)
@@ -70,8 +77,9 @@ class Outcome:
 class Seat:
     """The place of one rank: what it has to know before it can meet the others.
 
-    directory: of the pool, owned by the parent: rendezvous, stacks, logs and progress are files in it.
-    group: whether torch's process group is made ("torch") or not ("own").
+    directory: owned by the parent: stacks, logs and progress are files in it. group: whether torch's process group is
+    made ("torch") or not ("own"). variables: what launchers set for a rank. store: "host:port/prefix" of the store in which
+    the ranks meet; "": a file in the directory.
     """
 
     rank: int
@@ -80,3 +88,5 @@ class Seat:
     device: str
     directory: str
     group: Literal["torch", "own"] = "torch"
+    variables: dict[str, str] = field(default_factory=dict)
+    store: str = ""

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from equivtests.errors import RanksError
 from equivtests.ranks import blame, traces
-from equivtests.ranks.blame import Event
+from equivtests.ranks.blame import Event, Scene
 from equivtests.ranks.forkserver import START_DEADLINE, Child, ForkServer
 from equivtests.ranks.job import Failure, Job, Outcome, Seat
+from equivtests.ranks.launch import Launch
 from equivtests.ranks.progress import Progress
 from equivtests.record.observation import Record
 
@@ -100,8 +101,11 @@ class Pool:
         self._directory = Path(tempfile.mkdtemp(prefix=f"pool-{self.world}-", dir=self._server.directory))
         self._progress = Progress(self._directory / "progress", self.world)
         for rank in range(self.world):
-            seat = Seat(rank, self.world, self.backend, self.device, str(self._directory), self.group)
-            self._children[rank] = self._server.seat(seat)
+            place = Launch(
+                rank, self.world, rank, self.world, 0, "127.0.0.1", 0
+            )  # no server listens: the ranks have met
+            given = (self.backend, self.device, str(self._directory), self.group, place.variables)
+            self._children[rank] = self._server.seat(Seat(rank, self.world, *given))
         watch = Watch(self._children, self._directory, self._progress)
         watch.until(time.monotonic() + START_DEADLINE)
         if watch.events:
@@ -125,9 +129,9 @@ class Pool:
                 pass  # it ended; its status tells
         watch.until(time.monotonic() + self.deadline)
         if not watch.events and not watch.pending:
-            if len({answer[3] for answer in watch.answers.values()}) > 1:
-                self.stop()  # a collective that some ranks did not make would meet the next job's
-            return Outcome(_record(self.device, watch.answers), None)
+            if not in_step(watch.answers):
+                self.stop()
+            return Outcome(record_of(self.device, watch.answers), None)
         if watch.events:
             watch.until(time.monotonic() + GRACE, past_failure=True)
         failure = self._explain(watch)
@@ -138,35 +142,18 @@ class Pool:
         assert self._directory is not None
         living = {rank: child for rank, child in self._children.items() if rank not in watch.ended}
         stacks, collectives = traces.collect(self._directory, living)
-        if watch.events:
-            first = blame.culprit(watch.events)
-            kind, rank, message = first.kind, first.rank, f"rank {first.rank} {first.message}"
-            if kind == "killed":
-                message += blame.difference(collectives)
-            if first.is_victim:
-                rank, more = blame.bystander(rank, {r: traces.doing(stacks[r]) for r in watch.pending})
-                message += more
-        else:
-            kind, (rank, message) = "deadline", self._stuck(watch, stacks, collectives)
-        dead = {rank: self._remains(rank) for rank in watch.ended}
-        raised = {event.rank: event.text for event in watch.events if event.text}
-        return Failure(kind, rank, message, dict(sorted((stacks | dead | raised).items())), collectives)
-
-    def _stuck(self, watch: Watch, stacks: dict[int, str], collectives: dict[int, list[str]]) -> tuple[int, str]:
-        doings = {r: traces.doing(stacks[r]) if r in watch.pending else traces.FINISHED for r in self._children}
-        rank, text = blame.stuck(doings, blame.odd_one(collectives))
-        when = self._progress.describe(min(watch.pending))
-        more = blame.difference(collectives) if all(what.waits for what in doings.values()) else ""
-        return rank, f"{text}; the deadline of {self.deadline:g} s passed {when}{more}"
-
-    def _remains(self, rank: int) -> str:
-        """What a dead rank left: the stack that faulthandler wrote at a fatal signal, and the end of its output."""
-        assert self._directory is not None
-        parts = (traces.stack(self._directory, rank), traces.output(self._directory, rank))
-        return "\n\n".join(part for part in parts if part)
+        stacks |= {rank: traces.remains(self._directory, rank) for rank in watch.ended}
+        phases = {rank: self._progress.describe(rank) for rank in self._children}
+        return blame.failure(watch.events, watch.pending, Scene(stacks, collectives, phases), self.deadline)
 
 
-def _record(device: str, answers: dict[int, tuple[Any, ...]]) -> Record:
+def in_step(answers: dict[int, tuple[Any, ...]]) -> bool:
+    """Whether all ranks made the same collectives; one that some did not make would meet the next job's."""
+    return len({answer[3] for answer in answers.values()}) == 1
+
+
+def record_of(device: str, answers: dict[int, tuple[Any, ...]]) -> Record:
+    """The record of a run from every rank's answer."""
     ranks = sorted(answers)
     return Record(
         world=len(ranks),

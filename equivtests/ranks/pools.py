@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from equivtests.errors import RanksError
 from equivtests.ranks.forkserver import ForkServer
 from equivtests.ranks.job import Job, Outcome
 from equivtests.ranks.pool import Pool
 
 
-class Pools:
+class Runs(Protocol):
+    """What makes runs on ranks, however these came to be. nproc: the largest world that it has."""
+
+    nproc: int
+
+    def run(self, job: Job) -> Outcome:
+        """Run a job in standing ranks, or in fresh ones if it asks to be isolated."""
+        ...
+
+    def run_fresh(self, job: Job) -> Outcome:
+        """Run in ranks forked anew, which run nothing afterwards."""
+        ...
+
+    def has(self, world: int) -> bool:
+        """Whether there are ranks for a world of this size."""
+        return world <= self.nproc
+
+
+class Pools(Runs):
     """All ranks of one main process. `nproc`: the largest world available. Starting costs nothing before `warm`."""
 
     def __init__(self, nproc: int, backend: str = "gloo", device: str = "cpu", deadline: float = 30.0) -> None:
@@ -33,11 +53,9 @@ class Pools:
             self._server = ForkServer()
 
     def run(self, job: Job) -> Outcome:
-        """Run a job in standing ranks, or in fresh ones if it asks to be isolated."""
         return self.run_fresh(job) if job.seating.isolated else self._pool(job).run(job)
 
     def run_fresh(self, job: Job) -> Outcome:
-        """Run in ranks forked anew, which run nothing afterwards."""
         return self._pool(job).run_fresh(job)
 
     @property

@@ -49,6 +49,12 @@ def output(directory: Path, rank: int) -> str:
     return _read(directory / f"{rank}.log")[-4000:].strip()
 
 
+def remains(directory: Path, rank: int) -> str:
+    """What a dead rank left: the stack that faulthandler wrote at a fatal signal, and the end of its output."""
+    parts = (stack(directory, rank), output(directory, rank))
+    return "\n\n".join(part for part in parts if part)
+
+
 def last_words(directory: Path, rank: int) -> str:
     """The line of a dead rank's output that says most: C++'s what(), else the last one."""
     lines = [line.strip() for line in output(directory, rank).splitlines() if line.strip()]

@@ -24,7 +24,7 @@ from equivtests.ranks import flight, progress
 from equivtests.ranks.collectives import CollectiveRecorder
 from equivtests.ranks.determinism import deterministic, reseed
 from equivtests.ranks.job import Job, Seat
-from equivtests.ranks.loading import load_adapter
+from equivtests.ranks.loading import load_adapter, load_model
 from equivtests.ranks.progress import Progress, WatchedFeed
 from equivtests.record.observation import Collective, Observation, Recorder
 
@@ -46,7 +46,7 @@ def main(seat: Seat, pipe: Connection) -> int:
     board = Progress(directory / "progress", seat.world)
     _leave_traces(seat, directory)
     settings = deterministic(seat.device)
-    _tell_frameworks(seat)
+    os.environ |= seat.variables
     ranks = _meet(seat, directory)
     pipe.send(("ready", settings))
     while True:
@@ -87,9 +87,9 @@ def _leave_traces(seat: Seat, directory: Path) -> None:
 def _meet(seat: Seat, directory: Path) -> Ranks:
     device = seat.device
     if device == "cuda":
-        device = f"cuda:{seat.rank % torch.cuda.device_count()}"
+        device = f"cuda:{int(seat.variables['LOCAL_RANK']) % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
-    store = dist.FileStore(f"{directory}/store", seat.world)
+    store = _store(seat, directory)
     store.set_timeout(GROUP_TIMEOUT)
     if seat.group == "torch":
         own = dist.PrefixStore("group", store)
@@ -97,11 +97,13 @@ def _meet(seat: Seat, directory: Path) -> Ranks:
     return Ranks(seat.rank, seat.world, device, seat.backend, dist.PrefixStore("agreed", store))
 
 
-def _tell_frameworks(seat: Seat) -> None:
-    """The variables that launchers set. No server listens at the address: the ranks have met already."""
-    world, rank = str(seat.world), str(seat.rank)
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": "0"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+def _store(seat: Seat, directory: Path) -> dist.Store:
+    """The store in which the ranks meet."""
+    if not seat.store:
+        return dist.FileStore(f"{directory}/store", seat.world)
+    address, _, prefix = seat.store.partition("/")
+    host, _, port = address.rpartition(":")
+    return dist.PrefixStore(prefix, dist.TCPStore(host, int(port), None, False, GROUP_TIMEOUT, wait_for_workers=False))
 
 
 # ---------------------------------------------------------------------------------------------- one job
@@ -128,6 +130,8 @@ def run_job(job: Job, ranks: Ranks, board: Progress) -> tuple[list[Observation],
     recorder = Recorder(ranks.rank, job.case.updates)
     watch: AbstractContextManager[Any] = ledger or nullcontext()
     with watch:
+        if job.case.model.own:
+            load_model(job.case.model.own)
         adapter = load_adapter(job.adapter)()
         adapter.strategy = job.strategy
         adapter.feed = feed = WatchedFeed(job.case, ranks.rank, job.stop, board)

@@ -194,4 +194,6 @@ def form_problem(kind: str, array: np.ndarray) -> str:
     """Why an array cannot be of a kind, or "": numbers are demanded, and a single one where the kind is one number."""
     if array.dtype.kind not in "iufb":
         return f"dtype {array.dtype}, but numbers are needed"
+    if kind == "bytes" and array.dtype.kind not in "iu":
+        return f"dtype {array.dtype}, but bytes are counted in integers"
     return f"{array.size} elements, but it is one number" if kind in SINGLE and array.size != 1 else ""

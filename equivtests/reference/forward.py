@@ -14,6 +14,7 @@ from torch import Tensor
 
 from equivtests.cases import numbers
 from equivtests.cases.case import Model
+from equivtests.own import loaded
 from equivtests.reference.own import row_losses
 from equivtests.reference.rows import Rows
 
@@ -169,7 +170,7 @@ def _gpt(w: Weights, batch: Batch) -> Sums:
 
 def _own(w: Weights, batch: Batch) -> Sums:
     """Discontinuities of a user's own module are not known: `kink` says nothing."""
-    return Sums({"main": row_losses(batch.model.own, w, batch.inputs, batch.targets, batch.valid)})
+    return Sums({"main": row_losses(loaded(batch.model.own), w, batch.inputs, batch.targets, batch.valid)})
 
 
 _FAMILIES = {"chain": _chain, "linear": _linear, "mlp": _mlp, "gpt": _gpt, "own": _own}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from equivtests.cases.case import MAX_SAMPLES
 from equivtests.errors import ModelError
-from equivtests.own import PREFIX, Loaded, loaded
+from equivtests.own import PREFIX, Loaded
 
 Weights = dict[str, Tensor]
 
@@ -41,9 +41,9 @@ def module_in(own: Loaded, dtype: torch.dtype) -> Losses:
     return own.modules[dtype]
 
 
-def row_losses(spec: str, weights: Weights, inputs: Tensor, targets: Tensor, valid: Tensor) -> Tensor:
+def row_losses(own: Loaded, weights: Weights, inputs: Tensor, targets: Tensor, valid: Tensor) -> Tensor:
     """Summed loss of every row, (N,), all rows as one batch, at weights that take gradients."""
-    module = module_in(loaded(spec), next(iter(weights.values())).dtype)
+    module = module_in(own, next(iter(weights.values())).dtype)
     return torch.func.functional_call(module, weights, (inputs, targets, valid))
 
 
@@ -97,7 +97,8 @@ def samples_tell_themselves_apart(own: Loaded) -> Iterator[str]:
     for number in range(MAX_SAMPLES):
         for role, array, like in zip(("inputs", "targets"), own.sample(number), first, strict=True):
             if (array.shape, array.dtype) != (like.shape, like.dtype):
-                yield f"{role} of sample {number} are {array.dtype} {array.shape}, those of sample 0 {like.dtype} {like.shape}"
+                words = f"{array.dtype} {array.shape}, those of sample 0 {like.dtype} {like.shape}"
+                yield f"{role} of sample {number} are {words}"
         inputs = own.sample(number)[0]
         key = (inputs.astype(np.float32) if inputs.dtype.kind == "f" else inputs).tobytes()
         if key in seen:
@@ -178,7 +179,7 @@ def invalid_tokens_do_not_count(own: Loaded) -> Iterator[str]:
 def weights_are_the_modules_own(own: Loaded) -> Iterator[str]:
     """The loss at given weights is that of a module with these weights: it keeps no copies of them."""
     moved = {n: torch.from_numpy(w * (1 + 2.0**-6)) for n, w in own.weights.items()}
-    given = row_losses(own.spec, moved, *probe(own)).detach()
+    given = row_losses(own, moved, *probe(own)).detach()
     other = Losses(own).to(torch.float64)
     with torch.no_grad():
         for name, parameter in other.named_parameters():
@@ -203,12 +204,14 @@ DEMANDS: tuple[tuple[Callable[[Any], Iterator[str]], str], ...] = (
 
 def rounds_inside(own: Loaded) -> bool:
     """Whether the module, cast to float64, rounds to less on the way (`x.float()`): its loss then moves in steps."""
-    weights = {n: torch.from_numpy(w).requires_grad_(n in own.trained) for n, w in own.weights.items()}
-    loss = row_losses(own.spec, weights, *probe(own)).sum()
     names = sorted(own.trained)
-    found = torch.autograd.grad(loss, [weights[n] for n in names], allow_unused=True)
-    steps = {n: 2.0**-30 * weights[n].detach().abs() * g.sign() for n, g in zip(names, found, strict=True) if g is not None}
-    expected = sum(float((g * steps[n]).sum()) for n, g in zip(names, found, strict=True) if g is not None)
-    moved = {n: w.detach() + steps.get(n, 0) for n, w in weights.items()}
-    difference = float(row_losses(own.spec, moved, *probe(own)).detach().sum() - loss.detach())
+    weights = {n: torch.from_numpy(w).requires_grad_(n in own.trained) for n, w in own.weights.items()}
+    loss = row_losses(own, weights, *probe(own)).sum()
+    gradients = torch.autograd.grad(loss, [weights[n] for n in names], allow_unused=True)
+    moved, expected = {n: w.detach() for n, w in weights.items()}, 0.0
+    for name, gradient in zip(names, gradients, strict=True):
+        if gradient is not None:
+            step = 2.0**-30 * moved[name].abs() * gradient.sign()
+            moved[name], expected = moved[name] + step, expected + float((gradient * step).sum())
+    difference = float(row_losses(own, moved, *probe(own)).detach().sum() - loss.detach())
     return loss.dtype != torch.float64 or abs(difference - expected) > 2.0**-7 * abs(expected)

@@ -1,0 +1,176 @@
+"""The model families as pure functions in jax.numpy: weights by canonical name and a batch in, sums of loss terms out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from equivtests.cases import numbers
+from equivtests.cases.case import Case, Model
+from equivtests.cases.windows import MicroBatch, Window, empty_micro_batch
+
+Weights = dict[str, jax.Array]
+HEADS = 2
+KEEP = 0.75  # probability that dropout keeps an element
+
+TERMS = {"main": (1.0, "tokens"), "extra": (0.25, "tokens"), "z": (2.0**-6, "rows"), "pairs": (2.0**-6, "rows")}
+"""Factor of each loss term in the objective, and what it is averaged over in the whole window."""
+
+
+class Batch(NamedTuple):
+    """Rows of K micro-batches (or of one, without the first axis): N rows of L positions each.
+
+    inputs, targets: integers (K, N, L) for gpt, else floats (K, N, L, features). valid: bool (K, N, L). rows: bool (K, N),
+    False for rows that only fill up the shape. conditional: bool (K, N). dropout: factors (K, N, L, D), or D = 0.
+    """
+
+    inputs: jax.Array
+    targets: jax.Array
+    valid: jax.Array
+    rows: jax.Array
+    conditional: jax.Array
+    dropout: jax.Array
+
+
+# ---------------------------------------------------------------------------------------------- batches
+
+
+def pack(case: Case, window: Window, draw: int) -> Batch:
+    """A rank's micro-batches as numpy arrays of one shape in all windows of the case, filled up with empty rows."""
+    missing = case.accumulation - len(window.microbatches)
+    micros = [*window.microbatches, *[empty_micro_batch(case)] * missing]
+    padded = [padded_columns(case, micro, draw) for micro in micros]
+    return Batch(*(np.stack(column) for column in zip(*padded, strict=True)))
+
+
+def padded_columns(case: Case, micro: MicroBatch, draw: int) -> Batch:
+    """One micro-batch, filled up to the most rows that any micro-batch of the case has."""
+    size = max((len(rows) for window in case.windows for rank in window for rows in rank), default=1)
+    rows = np.ones(micro.rows, dtype=bool)
+    columns = (micro.inputs, micro.targets, micro.valid, rows, rows & micro.conditional, dropout(case, micro, draw))
+    return Batch(*(pad(column, max(1, size), case.precision.weights) for column in columns))
+
+
+def pad(column: np.ndarray, size: int, dtype: str) -> np.ndarray:
+    """`column` with `size` rows; floats in the dtype of the weights, integers as int32."""
+    kind = {"f": np.dtype(dtype), "i": np.dtype(np.int32)}.get(column.dtype.kind, column.dtype)
+    filled = np.zeros((size, *column.shape[1:]), kind)
+    filled[: len(column)] = column
+    return filled
+
+
+def dropout(case: Case, micro: MicroBatch, draw: int) -> np.ndarray:
+    """Factors 0 or 1/KEEP of the one dropout site, float64 (N, L, width); the decisions do not depend on the layout."""
+    model = case.model
+    shape = (model.length, model.width if model.has("dropout") else 0)
+    streams = [numbers.real(case.seed, f"dropout.{model.family}.{draw}.{i}", shape) for i in micro.ids]
+    return (np.array(streams).reshape(len(streams), *shape) < 2 * KEEP - 1) / KEEP
+
+
+# ---------------------------------------------------------------------------------------------- models
+
+
+def loss_terms(model: Model, weights: Weights, batch: Batch) -> dict[str, jax.Array]:
+    """Sums of the loss terms over the rows of one micro-batch; scalars."""
+    return {"chain": chain, "linear": linear, "mlp": mlp, "gpt": gpt}[model.family](model, weights, batch)
+
+
+def differentiated(model: Model, names: frozenset[str]) -> frozenset[str]:
+    """The names that the loss depends on: jax.grad would give zeros for the others, and zero is not absent."""
+    return names - {"unused.weight"} - (frozenset() if model.has("conditional") else {"branch.weight"})
+
+
+def in_use(name: str, batch: Batch) -> jax.Array:
+    """Whether any row of the window uses a differentiated parameter; bool scalar."""
+    return batch.conditional.any() if name == "branch.weight" else jnp.array(True)
+
+
+def affine(weights: Weights, name: str, x: jax.Array) -> jax.Array:
+    y = x @ weights[f"{name}.weight"].T
+    return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
+
+
+def squared_error(outputs: jax.Array, batch: Batch) -> jax.Array:
+    error = jnp.where(batch.valid[..., None], outputs - batch.targets, 0)
+    return 0.5 * (error * error).sum()
+
+
+def chain(model: Model, weights: Weights, batch: Batch) -> dict[str, jax.Array]:
+    y = batch.inputs
+    for i in range(model.depth):
+        y = weights[f"factors.{i}"] * y
+    return {"main": squared_error(y, batch)}
+
+
+def linear(model: Model, weights: Weights, batch: Batch) -> dict[str, jax.Array]:
+    return {"main": squared_error(affine(weights, "linear", batch.inputs), batch)}
+
+
+def mlp(model: Model, weights: Weights, batch: Batch) -> dict[str, jax.Array]:
+    x = batch.inputs
+    for i in range(model.depth):
+        x = affine(weights, f"layers.{i}", x)
+        if i < model.depth - 1:
+            x = jax.nn.relu(x)
+        if i == 0 and model.has("dropout"):
+            x = x * batch.dropout
+    if model.has("conditional"):
+        x = x + jnp.where(batch.conditional[:, None, None], batch.inputs @ weights["branch.weight"].T, 0)
+    terms = {"main": squared_error(x, batch)}
+    return terms | {"pairs": pairs(x.sum(axis=1), batch.rows)} if model.has("pairs") else terms
+
+
+def pairs(embeddings: jax.Array, rows: jax.Array) -> jax.Array:
+    """Sum over pairs of different rows of the product of their embeddings (N, D)."""
+    products = embeddings @ embeddings.T
+    return jnp.where(rows[:, None] & rows[None, :] & ~jnp.eye(len(rows), dtype=bool), products, 0).sum()
+
+
+def normalize(weights: Weights, name: str, x: jax.Array) -> jax.Array:
+    centred = x - x.mean(axis=-1, keepdims=True)
+    scaled = centred * jax.lax.rsqrt((centred * centred).mean(axis=-1, keepdims=True) + 1e-5)
+    gained = scaled * weights[f"{name}.weight"]
+    return gained + weights[f"{name}.bias"] if f"{name}.bias" in weights else gained
+
+
+def attention(model: Model, weights: Weights, name: str, x_BLD: jax.Array) -> jax.Array:
+    size = model.width // HEADS
+    q, k, v = (affine(weights, f"{name}.{part}", x_BLD) for part in "qkv")
+    q, k, v = (part.reshape(*x_BLD.shape[:2], -1, size) for part in (q, k, v))
+    if model.has("qk_norm"):
+        q, k = normalize(weights, f"{name}.q_norm", q), normalize(weights, f"{name}.k_norm", k)
+    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)  # one shared head serves all queries
+    return affine(weights, f"{name}.o", mixed.reshape(x_BLD.shape))
+
+
+def gpt(model: Model, weights: Weights, batch: Batch) -> dict[str, jax.Array]:
+    x = weights["embedding.weight"][batch.inputs] + weights["positions.weight"]
+    if model.has("dropout"):
+        x = x * batch.dropout
+    for i in range(model.depth):
+        block = f"layers.{i}"
+        x = x + attention(model, weights, f"{block}.attention", normalize(weights, f"{block}.norm1", x))
+        up = affine(weights, f"{block}.mlp.up", normalize(weights, f"{block}.norm2", x))
+        x = x + affine(weights, f"{block}.mlp.down", jax.nn.gelu(up, approximate=False))
+    x = normalize(weights, "norm", x)
+    if model.has("conditional"):
+        x = x + jnp.where(batch.conditional[:, None, None], affine(weights, "branch", x), 0)
+    return heads(model, weights, batch, x)
+
+
+def heads(model: Model, weights: Weights, batch: Batch, x_BLD: jax.Array) -> dict[str, jax.Array]:
+    logits = x_BLD @ weights["embedding.weight" if model.has("tied") else "head.weight"].T
+    terms = {"main": cross_entropy(logits, batch)}
+    if model.has("extra_head"):
+        terms["extra"] = cross_entropy(affine(weights, "extra_head", x_BLD), batch)
+    if model.has("z_loss"):
+        terms["z"] = jnp.where(batch.valid, jax.nn.logsumexp(logits, axis=-1) ** 2, 0).sum()
+    return terms
+
+
+def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.targets[..., None], axis=-1)
+    return jnp.where(batch.valid, -chosen[..., 0], 0).sum()
