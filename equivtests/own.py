@@ -122,7 +122,7 @@ def plain(values: Any) -> np.ndarray:
     wide = {"f": np.float64, "i": np.int64, "u": np.int64, "b": np.bool_}.get(array.dtype.kind)
     if wide is None:
         raise TypeError(f"an array of {array.dtype}, but samples are made of numbers")
-    return np.ascontiguousarray(array, dtype=wide)
+    return np.asarray(array, dtype=wide, order="C")
 
 
 _LOADED: dict[str, Loaded] = {}
@@ -152,7 +152,7 @@ def claim(spec: str) -> str:
     """What a verdict on a case of this model says less than others ("" for the suite's own models)."""
     if not spec:
         return ""
-    precision = "" if loaded(spec).double else ", partly in float32,"
+    precision = "" if loaded(spec).double else ", partly in float32"
     return (
         f"weaker claim: the reference is {spec} itself on one device{precision}; "
         "a mistake in its own code stands on both sides"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The long run: the nightly tier on many seeds, all mutants, all fixtures, the suite's own tests, the benchmarks.
+# The long run: the nightly tier on many seeds, all mutants, all fixtures, the suite's own tests, the benchmarks, and outside
+# frameworks in environments of their own (FRAMEWORKS=no leaves these out).
 # Usage: scripts/nightly.sh      SEEDS=20 NPROC=4 PYTHON=… and PYTEST_ADDOPTS are read from the environment.
 # Every stage runs, whatever the ones before it said. Exit status: 0 if all of them passed.
 set -euo pipefail
@@ -31,6 +32,10 @@ for benchmark in benchmarks/*.py; do
     stage "$(basename "$benchmark" .py)" "$python" "$benchmark"
   fi
 done
+
+if [ "${FRAMEWORKS:-yes}" != no ]; then
+  stage frameworks scripts/certify_frameworks.sh
+fi
 
 echo "== figures: nightly tier on $seeds seeds, $nproc ranks"
 printf '%s\n' "${figures[@]}"

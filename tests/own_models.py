@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equivtests.adapters.adapter import Claims, Strategy
+from equivtests.adapters.adapter import Adapter, Claims, Strategy
 from equivtests.adapters.textbook.dp import TEXTBOOK_OBSERVES, DataParallel
 from equivtests.own import OwnModel
 
@@ -76,10 +76,10 @@ class Units(Good):
 
     def sample(self, number: int) -> tuple[Any, Any]:
         inputs, targets = super().sample(number)
-        return torch.from_numpy(inputs[0]), torch.from_numpy(targets[0])
+        return torch.from_numpy(inputs[0]), int(targets[0, 0] > 0)
 
     def losses(self, module: nn.Module, inputs: Tensor, targets: Tensor, valid: Tensor) -> Tensor:
-        return (module(inputs) - targets).square().sum(dim=1) * valid[:, 0]
+        return F.cross_entropy(module(inputs), targets, reduction="none") * valid[:, 0]
 
 
 class RoundsInside(Good):
@@ -214,6 +214,13 @@ class ByRank(Good):
 class Erring(DataParallel):
     def claims(self) -> Claims:
         return Claims((Strategy("dp", observes=TEXTBOOK_OBSERVES),))
+
+
+class FromScratch(Adapter):
+    """An adapter that says nothing about families, and builds no torch module."""
+
+    def claims(self) -> Claims:
+        return Claims((Strategy("scratch"),))
 
 
 class FeedsRounded(Erring):

@@ -133,6 +133,7 @@ def semantics(draw: st.DrawFn) -> Semantics:
         "accumulation": ("all", "last"),
         "clip_scope": ("global", "none"),
         "decay": ("declared", "all", "none"),
+        "master": ("none", "float32"),
     }
     assert set(values) == set(fields)
     return Semantics(**{name: draw(st.sampled_from(choices)) for name, choices in values.items()})

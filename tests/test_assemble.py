@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from synthetic import cut_place
 
-from equivtests.judge.assemble import assemble, equal_bits
+from equivtests.judge.assemble import assemble, equal_bits, incomplete
 from equivtests.record.observation import Observation, Place, Recorder
 
 DTYPES = ("float32", "float64", "int64")
@@ -47,6 +47,23 @@ def test_parts_in_any_order_make_the_whole(case: tuple[np.ndarray, list[Observat
     rng.shuffle(parts)
     found = assemble(parts, len(parts))
     assert found.problem == "" and equal_bits(found.values, whole)
+
+
+@given(sharded())
+def test_parts_are_complete_whatever_their_values(case: tuple[np.ndarray, list[Observation]]) -> None:
+    """Copies that differ are complete: what they hold is not a question of form."""
+    _, parts = case
+    assert incomplete([dataclasses.replace(p, array=p.array + p.rank) for p in parts], len(parts)) == ""
+    lost = max(parts, key=lambda p: p.array.size)
+    left = [p for p in parts if p is not lost]
+    assert not left or incomplete(left, len(parts)) == assemble(left, len(parts)).problem
+
+
+@pytest.mark.parametrize(("partial", "wanted"), [("sum", 3.0), ("mean", 1.5)])
+def test_shares_combine_whatever_copy_they_name_and_however_they_are_shaped(partial: Any, wanted: float) -> None:
+    shares = [part(0, Place((), partial=partial), 1.0), part(1, Place((), partial=partial, replica=1), [2.0])]
+    found = assemble(shares, 2)
+    assert found.problem == incomplete(shares, 2) == "" and found.values == wanted
 
 
 @given(sharded(), st.data())

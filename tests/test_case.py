@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from strategies import FAMILIES, cases, models, samples_of, semantics
 
 from equivtests.cases.case import Case, Layout, Model, Optimizer, Semantics, dumps, loads
-from equivtests.cases.grid import GRID, LEDGER_CASES, RESTORE_CASES, TIERS, Row, fold, too_large
+from equivtests.cases.grid import GRID, LEDGER_CASES, RESTORE_CASES, TIERS, Row, fold, tier_of, too_large, worlds_of
 from equivtests.cases.grid import cases as tier_cases
 from equivtests.cases.parameters import initial, layers, parameters
 from equivtests.cases.windows import Feed, decode_ids, empty_micro_batch, sample, window_of
@@ -252,8 +252,34 @@ def test_names_are_distinct_and_tiers_nest() -> None:
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
 def test_what_does_not_fit_is_listed(nproc: int) -> None:
     fits = {case.name for case in tier_cases("nightly", nproc)}
-    assert fits | {name for name, _ in too_large("nightly", nproc)} == {named(line) for line in LINES}
+    listed = {named(line) for line in LINES}
+    assert (fits & listed) | {name for name, _ in too_large("nightly", nproc)} == listed
     assert all(world > nproc for _, world in too_large("nightly", nproc))
+
+
+FOLDED = [(line, world) for line in GRID for world in (1, 2, 3) if world in worlds_of(line, world, exactly=True)]
+
+
+@pytest.mark.parametrize("nproc", [1, 2, 3])
+def test_a_row_that_needs_more_ranks_feeds_its_data_to_those_that_are_there(nproc: int) -> None:
+    """Not if it lies in copies, or adds up exactly in halves."""
+    ran = {case.name.rpartition("-w")[0] for case in tier_cases("nightly", nproc)}
+    left = {line.name for line in GRID} - ran
+    assert {"mlp-hsdp", "mlp-hsdp-one-shard"} <= left
+    assert left <= {"mlp-hsdp", "mlp-hsdp-one-shard", "exact-mlp", "exact-linear-double"}
+    assert all(case.layout.world <= nproc for case in tier_cases("nightly", nproc))
+
+
+@pytest.mark.parametrize("line", FOLDED, ids=named)
+def test_the_reference_accepts_every_row_on_fewer_ranks(line: tuple[Row, int]) -> None:
+    assert expected(line).case.layout.world == line[1]
+
+
+def test_restoring_and_counting_follow_a_row_to_fewer_ranks() -> None:
+    assert tier_of(RESTORE_CASES, "gpt-dropout-w4") == tier_of(RESTORE_CASES, "gpt-dropout-w2") == "default"
+    assert tier_of(LEDGER_CASES, "gpt-adamw-w3") == "quick", "the earliest of its row"
+    assert tier_of(RESTORE_CASES, "linear-sgd-w4") is None, "a case of the grid that is not restored"
+    assert tier_of(RESTORE_CASES, "mlp-unused-w2") is None
 
 
 def test_a_seed_changes_the_name() -> None:

@@ -1,4 +1,4 @@
-"""A model of the user's own: its module is the reference, everything around it is still the suite's, and all outputs say so."""
+"""A model of the user's own: its module is the reference, all else is still the suite's, and every output says so."""
 
 from __future__ import annotations
 
@@ -39,7 +39,13 @@ sys.path.insert(0, str(EXAMPLES))
 
 GOOD, READER, ROUNDS, BY_RANK, UNITS = (
     use_model(spec).spec
-    for spec in ("own_models:Good", "my_model:MyModel", "own_models:RoundsInside", "own_models:ByRank", "own_models:Units")
+    for spec in (
+        "own_models:Good",
+        "my_model:MyModel",
+        "own_models:RoundsInside",
+        "own_models:ByRank",
+        "own_models:Units",
+    )
 )
 MODELS = (GOOD, READER, UNITS)
 
@@ -222,6 +228,13 @@ def test_first_weights_that_depend_on_the_rank_are_found(pools: Pools) -> None:
     assert "ranks disagree" in found.explanation[1]
 
 
+def test_an_adapter_that_writes_the_suites_models_itself_claims_no_other() -> None:
+    (strategy,) = claims_of("my_numpy:MyNumpy").strategies
+    assert strategy.refusal(named(GOOD, "own-sgd-w1")) == "model own"
+    (strategy,) = claims_of("own_models:FromScratch").strategies
+    assert strategy.refusal(named(GOOD, "own-sgd-w1")) == "model own"
+
+
 # ---------------------------------------------------------------------------------------------- what files may do
 
 MARKS = """
@@ -253,7 +266,9 @@ def record_of(case: Case, directory: Path, pools: Pools) -> None:
 def test_no_file_makes_the_suite_import_what_it_names(home: Home, pools: Pools, command: str) -> None:
     texts = {"run": dumps(STRANGE), "shrink": dumps(STRANGE), "reproduce": fixture_text(fixture_of(STRANGE))}
     if command == "judge":
-        record_of(STRANGE.replace(windows=named(GOOD, "own-sgd-w1").windows, accumulation=8), home.directory / "x", pools)
+        record_of(
+            STRANGE.replace(windows=named(GOOD, "own-sgd-w1").windows, accumulation=8), home.directory / "x", pools
+        )
     else:
         (home.directory / "x").write_text(texts[command])
     more = ("smaller.json", "--strategy", "dp") if command == "shrink" else ()
@@ -296,7 +311,10 @@ from equivtests.mutants.loss import MeanOfMeans
 class Broken(MeanOfMeans):
     pass
 """
-WEAKER = "weaker claim: the reference is my_model:MyModel itself on one device; a mistake in its own code stands on both sides"
+WEAKER = (
+    "weaker claim: the reference is my_model:MyModel itself on one device; "
+    "a mistake in its own code stands on both sides"
+)
 
 
 def certificate(home: Home) -> dict[str, Any]:

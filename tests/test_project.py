@@ -184,3 +184,23 @@ def test_other_peoples_tests_start_without_torch() -> None:
     """The plugin of an installed equivtests is loaded by every pytest run of its users."""
     loaded = "import sys, equivtests.plugin; raise SystemExit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loaded], cwd=CHECKOUT, check=False).returncode == 0
+
+
+def test_the_tutorial_shows_the_adapter_as_it_is() -> None:
+    shown = re.findall(r"```python\n(.*?)```", (CHECKOUT / "docs/tutorial.md").read_text(), re.DOTALL)
+    parts = ("adapters/accelerate.py", "adapters/accelerate_accumulate.py", "mutants/outside/accelerate.py")
+    code = "".join((PACKAGE / part).read_text() for part in parts)
+    assert len(shown) >= 5 and [block for block in shown if block not in code] == []
+
+
+def test_adapters_of_outside_frameworks_are_short() -> None:
+    """What a user has to write; model code apart."""
+    lengths = {path.name: len(path.read_text().splitlines()) for path in outside_adapters()}
+    assert min(lengths.values()) <= 60 and max(lengths.values()) <= 150, lengths
+
+
+def outside_adapters() -> list[Path]:
+    """The modules that import a framework which is not torch."""
+    frameworks = {"accelerate", "deepspeed", "jax", "lightning_fabric", "transformers"}
+    names = {path: {name.split(".")[0] for name in imported(path)} for path in (PACKAGE / "adapters").glob("*.py")}
+    return [path for path, used in names.items() if used & frameworks and not path.stem.endswith("_models")]

@@ -24,6 +24,7 @@ from synthetic import CUTS, STRATEGY, record_of
 from equivtests.cases.case import Case, Layout, Model
 from equivtests.chapters.records import read_record, write_record
 from equivtests.errors import RecordError
+from equivtests.judge.form import form_problems
 from equivtests.judge.judge import judge
 from equivtests.record.observation import Collective, Observation, Place, Record
 from equivtests.record.serialize import rank_from_bytes, rank_to_bytes
@@ -367,7 +368,7 @@ FILES = ("record.json", "rank-0.json", "rank-1.json", "rank-0.safetensors", "ran
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_damage_is_either_refused_or_judged(tmp_path: Path, data: st.DataObject) -> None:
-    """A few bytes of a file overwritten: RecordError or a verdict, never another exception."""
+    """A few bytes of a file overwritten: RecordError, or what is wrong with it and a verdict, never another exception."""
     write_record(tmp_path, CASE, STRATEGY, record_of(CASE, "flat"))
     path = tmp_path / data.draw(st.sampled_from(FILES))
     content = bytearray(path.read_bytes())
@@ -381,4 +382,5 @@ def test_any_damage_is_either_refused_or_judged(tmp_path: Path, data: st.DataObj
         assert "\n" not in str(error)
         return
     if case == CASE:
+        form_problems(case, strategy, record)
         judge(case, strategy, record, expect(case, case.semantics))

@@ -36,7 +36,7 @@ class AccelerateAccumulate(Accelerate):
             ragged=False,  # a prepared DataLoader gives every process the same number of batches
             known=tuple(map(short_window, SHORT_WINDOWS)),
         )
-        return replace(super().claims(), strategies=(strategy,))
+        return replace(super().claims(), strategies=(strategy,), mutants=())
 
     def accumulate(self, batches: list[MicroBatch]) -> Tensor:
         """From a DataLoader, at whose end Accelerate synchronizes and steps, however short the window."""

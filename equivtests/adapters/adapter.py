@@ -28,7 +28,8 @@ MANDATORY = frozenset({"inputs", "loss", "gradient", "weight"})
 class KnownDivergence:
     """A declared deviation. `case` is matched against case names (a shell pattern), `quantity` is the one that fails.
 
-    Quantity "error": the run breaks; `message` is part of what it then says.
+    Quantity "error": the run breaks; `message` is part of what it then says. documented: whether the framework's own
+    documentation says that it is so.
     """
 
     case: str
@@ -36,6 +37,7 @@ class KnownDivergence:
     reason: str
     link: str
     message: str = ""
+    documented: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,10 +150,15 @@ class Claims:
 
 
 class Adapter:
-    """Base of all adapters. Override `claims`, `setup` and either `update` or `run`; `save` and `load` to be restored."""
+    """Base of all adapters. Override `claims`, `setup` and either `update` or `run`; `save` and `load` to be restored.
+
+    own_models: whether the module comes from `models.build.build`, so that one of a user's own can take its place. Where it
+    does not, no strategy claims family own.
+    """
 
     strategy: str = ""
     feed: Feed
+    own_models: bool = False
 
     def claims(self) -> Claims:
         """What this adapter supports. Called in the main process too, so it must not need ranks."""

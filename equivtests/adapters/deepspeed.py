@@ -1,7 +1,6 @@
-"""DeepSpeed: the stages of ZeRO, gradient accumulation and clipping of its engine, optimizers on the CPU.
+"""DeepSpeed: the stages of ZeRO, with the engine's own accumulation and clipping, and optimizers on the CPU.
 
-Written like its documentation: https://deepspeed.readthedocs.io/en/stable/training.html and
-https://www.deepspeed.ai/docs/config-json/
+Written like its documentation: https://deepspeed.readthedocs.io/en/stable/training.html
 """
 
 from __future__ import annotations
@@ -14,88 +13,104 @@ import torch
 from deepspeed.utils import safe_get_full_grad, safe_get_local_grad
 from torch import Tensor, nn
 
-from equivtests.adapters.adapter import PLAIN_FEATURES, Claims, Strategy
+from equivtests.adapters.adapter import PLAIN_FEATURES, Claims, KnownDivergence, Strategy
+from equivtests.adapters.native.fsdp1 import ALL
 from equivtests.adapters.torch_adapter import CLIP_EPS, SHOWN, Shown, TorchAdapter
+from equivtests.cases.case import Semantics
 from equivtests.cases.windows import MicroBatch
 from equivtests.record.observation import Observe, Place
 
-# Its all-reduce in shared memory, for inference on CPUs alone, takes minutes to build when it is first initialized. Ranks
-# on which it is not compatible do without it.
+# Else it builds an all-reduce in shared memory when it is initialized on a CPU: minutes, for what only inference uses.
 deepspeed.ops.__compatible_ops__ = {}
 
-OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
-STAGES: dict[str, dict[str, Any]] = {
-    "deepspeed-zero0": {"stage": 0},
-    "deepspeed-zero1": {"stage": 1},
-    "deepspeed-zero2": {"stage": 2},
-    "deepspeed-zero3": {"stage": 3},
-    "deepspeed-zero2-offload": {"stage": 2, **OFFLOAD},
-    "deepspeed-zero3-offload": {"stage": 3, **OFFLOAD},
-    "deepspeed-mean-of-means": {"stage": 2},
-    "deepspeed-zero1-master": {"stage": 1},
+LINK = "https://github.com/deepspeedai/DeepSpeed/issues/"
+UNUSED = KnownDivergence("mlp-unused*", "gradient", "a parameter without gradient gets zeros", LINK + "1355")
+REFUSED = "self.stride(-1) must be 1 to view Float as Byte"
+TRANSPOSED = KnownDivergence("linear-transposed*", "error", "not contiguous: it is refused", LINK + "6571", REFUSED)
+ABORTED = "distributed collective mismatch"
+SOME_RANKS = KnownDivergence("gpt-conditional*", "error", "a gradient that some ranks lack", LINK + "2343", ABORTED)
+
+FEATURES = PLAIN_FEATURES | {"dropout", "extra_head", "unused", "z_loss"}
+SHARED: dict[str, Any] = {
+    "features": FEATURES | {"conditional"},
+    "precisions": frozenset({"float32"}),
+    "clips": frozenset({"2"}),
+    "observes": SHOWN - {"bytes", "state"},  # its API has no step counters, and fails for two groups (docs/findings)
+    "known": (UNUSED, TRANSPOSED),
 }
-"""`zero_optimization` by strategy."""
-SMALL = {"reduce_bucket_size": 100, "stage3_param_persistence_threshold": 0, "sub_group_size": 100}
-"""Sizes that are meant for billions of parameters: so that gradients fill several buckets, and weights are sharded at all."""
+# At stage 0 get_global_grad_norm() is None, and what it clips by is known to rounding only.
+ZERO0 = {"observes": SHOWN - {"norm", "clip"}, "arithmetic": "own", "algorithm": "all-reduce"}
+KNOWN = {"known": (UNUSED, TRANSPOSED, SOME_RANKS)}
+ZERO1 = KNOWN | {"shards": frozenset({"state"})}
+ZERO2 = KNOWN | {"shards": frozenset({"gradients", "state"})}
+# Stage 3 blocks where some ranks do not run a module (training.html, "Configuring ZeRO Leaf Modules").
+ZERO3 = {"shards": ALL, "cut": "flat", "algorithm": "zero3", "features": FEATURES}
+MEANS = {"semantics": Semantics(denominator="rank-microbatch"), "ragged": False, "features": PLAIN_FEATURES}
+MASTER = {"semantics": Semantics(master="float32"), "precisions": frozenset({"float64"})}
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+
+STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "deepspeed-zero0": ({"stage": 0}, ZERO0),
+    "deepspeed-zero1": ({"stage": 1}, ZERO1),
+    "deepspeed-zero2": ({"stage": 2}, ZERO2),
+    "deepspeed-zero3": ({"stage": 3}, ZERO3),
+    "deepspeed-zero2-offload": ({"stage": 2, **OFFLOAD}, ZERO2),
+    "deepspeed-zero3-offload": ({"stage": 3, **OFFLOAD}, ZERO3),
+    "deepspeed-mean-of-means": ({"stage": 2}, ZERO2 | MEANS),
+    "deepspeed-zero1-master": ({"stage": 1}, ZERO1 | MASTER),
+}
+"""`zero_optimization` of the configuration, and what is claimed besides `SHARED`."""
+OWN_RULE = ("deepspeed-mean-of-means",)
+SIZES = {"reduce_bucket_size": 100, "sub_group_size": 100, "stage3_param_persistence_threshold": 0}
+SIZES |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+"""The defaults are for billions of parameters: nothing would be sharded, and everything be reduced at once."""
 
 
 class DeepSpeed(TorchAdapter):
     """The engine's forward, backward and step."""
 
     def claims(self) -> Claims:
-        shared: dict[str, Any] = {
-            "features": PLAIN_FEATURES | {"conditional", "dropout", "extra_head", "unused", "z_loss"},
-            "precisions": frozenset({"float32"}),
-            "clips": frozenset({"2"}),
-            "observes": SHOWN - {"bytes"},
-        }
         return Claims(
-            tuple(Strategy(name, **shared) for name in STAGES),
+            tuple(Strategy(name, **(SHARED | claimed)) for name, (_, claimed) in STRATEGIES.items()),
             framework=f"deepspeed {deepspeed.__version__}",
             preload=("deepspeed.runtime.zero.muon.muon_optimizer",),
+            mutants=("equivtests.mutants.outside.deepspeed",),
         )
-
-    @property
-    def stage(self) -> int:
-        return int(STAGES[self.strategy]["stage"])
 
     def config(self) -> dict[str, Any]:
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": self.case.accumulation,
-            "gradient_clipping": self.case.optimizer.clip or 0.0,
-            "zero_optimization": SMALL | STAGES[self.strategy],
+            "gradient_clipping": self.case.optimizer.clip or 0.0,  # left out, it clips by 1
+            "zero_optimization": SIZES | STRATEGIES[self.strategy][0],
             "zero_allow_untested_optimizer": True,  # SGD
-            "zero_force_ds_cpu_optimizer": False,
+            "zero_force_ds_cpu_optimizer": False,  # torch's, which needs no compiler
         }
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        self.engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
-            model=module,
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        self.engine, optimizer, *_ = deepspeed.initialize(
+            model=self.module,
             optimizer=super().make_optimizer(),
-            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate_factor),
+            lr_scheduler=super().make_scheduler,
             config=self.config(),
         )
-        return self.engine
+        return optimizer
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return self.optimizer
-
-    def make_scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
-        return self.scheduler
-
-    def trainable(self) -> list[tuple[str, Tensor]]:
-        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-
-    # ------------------------------------------------------------------ one update
+    def make_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return self.engine.lr_scheduler
 
     def forward_backward(self, k: int, batch: MicroBatch, last: bool) -> Tensor:
+        self.engine.set_train_batch_size(self.counts.microbatches * self.ranks.world)  # may be fewer than configured
         self.engine.set_gradient_accumulation_boundary(last)
         objective = self.objective(self.forward(self.engine, batch), k, batch)
-        return self.engine.backward(objective, scale_wrt_gas=False)
+        return self.engine.backward(objective, scale_wrt_gas=self.strategy in OWN_RULE)
+
+    def token_factor(self, span: str, k: int, batch: MicroBatch) -> float:
+        """The engine's rule is to divide a mean of the micro-batch's own by their number; else the window decides."""
+        return 1 / max(1, batch.tokens) if self.strategy in OWN_RULE else super().token_factor(span, k, batch)
 
     def clip(self, observe: Observe) -> None:
-        """The engine clips when it steps, and knows the norm afterwards."""
+        """The engine's step clips, and tells the norm afterwards."""
 
     def advance(self, observe: Observe) -> None:
         super().advance(observe)
@@ -110,55 +125,27 @@ class DeepSpeed(TorchAdapter):
         self.engine.step()
 
     def step_scheduler(self) -> None:
-        """The engine does it when it steps."""
-
-    # ------------------------------------------------------------------ showing
+        """The engine's step does it."""
 
     def shown(self) -> Iterator[Shown]:
-        """The model's weights; under ZeRO-3 this rank's part of each, without padding."""
+        """The model's weights; at stage 3 this rank's part of each."""
         for name, parameter in self.module.named_parameters():
-            if self.stage == 3:
-                yield name, *self.part(parameter, parameter.ds_tensor)
-            else:
-                yield name, parameter, Place(tuple(parameter.shape), replica=self.ranks.rank)
+            yield name, *self.placed(parameter, getattr(parameter, "ds_tensor", parameter))
 
     def gradients(self) -> Iterator[Shown]:
-        """What can be read between the last backward pass and the step."""
-        for name, parameter in self.trainable():
-            if self.stage == 3:
-                yield name, *self.part(parameter, safe_get_local_grad(parameter))
-            else:
-                yield name, safe_get_full_grad(parameter), Place(tuple(parameter.shape), replica=self.ranks.rank)
+        """They can be read between the last backward pass and the step."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                read = safe_get_local_grad if hasattr(parameter, "ds_tensor") else safe_get_full_grad
+                yield name, *self.placed(parameter, read(parameter))
 
-    def part(self, parameter: Any, padded: Tensor) -> tuple[Tensor, Place]:
-        """A rank's partition under ZeRO-3 and where it belongs."""
-        start, stop = (min(rank * padded.numel(), parameter.ds_numel) for rank in (self.ranks.rank, self.ranks.rank + 1))
-        return padded[: stop - start], Place(tuple(parameter.ds_shape), interval=(start, stop))
-
-    def optimizer_state(self) -> Iterator[Shown]:
-        """State of the flat partitions that this rank steps, parameter by parameter."""
-        if self.stage == 0:
-            yield from super().optimizer_state()
-            return
-        for name, parameter in self.trainable():
-            flat, offset, place = self.partition(parameter)
-            for key, value in self.optimizer.state.get(flat, {}).items():
-                if value is not None:
-                    whole = value.ndim == 0
-                    yield f"{name}/{key}", value if whole else value[offset : offset + place.size], Place((), replica=self.ranks.rank) if whole else place
-
-    def partition(self, parameter: Any) -> tuple[Tensor | None, int, Place]:
-        """The flat tensor that is stepped for a parameter on this rank, the parameter's start in it, and its place."""
-        if self.stage == 3:
-            group, offset, size = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
-            flat = self.optimizer.fp32_partitioned_groups_flat[group]
-            return flat, offset, self.part(parameter, flat[offset : offset + size])[1]
-        mapping = parameter._hp_mapping
-        if mapping is None:
-            return None, 0, Place((0,))
-        flat = self.optimizer.param_groups[mapping.param_group_index]["params"][0]
-        start, size = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
-        return flat, mapping.hp_fragment_address.start, Place(tuple(parameter.shape), interval=(start, start + size))
+    def placed(self, parameter: Any, tensor: Tensor) -> tuple[Tensor, Place]:
+        """A tensor and where it belongs: whole, or at stage 3 a flat part, without its padding."""
+        if not hasattr(parameter, "ds_tensor"):
+            return tensor, Place(tuple(parameter.shape), replica=self.ranks.rank)
+        start, stop = (min((self.ranks.rank + i) * tensor.numel(), parameter.ds_numel) for i in (0, 1))
+        return tensor[: stop - start], Place(tuple(parameter.ds_shape), interval=(start, stop))
 
     def show_bytes(self, observe: Observe, name: str, tensors: list[Tensor]) -> None:
-        pass
+        if self.strategy == "deepspeed-zero0":  # of the others it is not known what they keep
+            super().show_bytes(observe, name, tensors)

@@ -10,14 +10,14 @@ import numpy as np
 
 from equivtests.cases import numbers
 from equivtests.cases.case import Case, Model
+from equivtests.cases.parameters import parameters
 from equivtests.cases.windows import MicroBatch, Window, empty_micro_batch
 
 Weights = dict[str, jax.Array]
 HEADS = 2
 KEEP = 0.75  # probability that dropout keeps an element
 
-TERMS = {"main": (1.0, "tokens"), "extra": (0.25, "tokens"), "z": (2.0**-6, "rows"), "pairs": (2.0**-6, "rows")}
-"""Factor of each loss term in the objective, and what it is averaged over in the whole window."""
+FACTORS = {"main": 1.0, "extra": 0.25, "z": 2.0**-6, "pairs": 2.0**-6}  # of the loss terms in the objective
 
 
 class Batch(NamedTuple):
@@ -73,18 +73,25 @@ def dropout(case: Case, micro: MicroBatch, draw: int) -> np.ndarray:
 # ---------------------------------------------------------------------------------------------- models
 
 
-def loss_terms(model: Model, weights: Weights, batch: Batch) -> dict[str, jax.Array]:
-    """Sums of the loss terms over the rows of one micro-batch; scalars."""
-    return {"chain": chain, "linear": linear, "mlp": mlp, "gpt": gpt}[model.family](model, weights, batch)
+def differentiated(model: Model) -> list[str]:
+    """The trained weights that the loss depends on: jax.grad has zeros for all others, and zero is not absent."""
+    return [p.name for p in parameters(model) if p.trained and p.name != "unused.weight"]
 
 
-def differentiated(model: Model, names: frozenset[str]) -> frozenset[str]:
-    """The names that the loss depends on: jax.grad would give zeros for the others, and zero is not absent."""
-    return names - {"unused.weight"} - (frozenset() if model.has("conditional") else {"branch.weight"})
+def totals(window: Batch) -> Weights:
+    """What each loss term is divided by: the valid tokens of the whole window, or its rows."""
+    tokens, rows = jnp.maximum(window.valid.sum(), 1), jnp.maximum(window.rows.sum(), 1)
+    return {"main": tokens, "extra": tokens, "z": rows, "pairs": rows}
+
+
+def objective(case: Case, weights: Weights, batch: Batch, divisors: Weights) -> jax.Array:
+    """What is differentiated for one micro-batch; added up, it is the window's loss."""
+    terms = FAMILIES[case.model.family](case.model, weights, batch)
+    return case.magnitude * sum(FACTORS[name] * value / divisors[name] for name, value in terms.items())
 
 
 def in_use(name: str, batch: Batch) -> jax.Array:
-    """Whether any row of the window uses a differentiated parameter; bool scalar."""
+    """Whether any row of the window uses a weight; bool scalar."""
     return batch.conditional.any() if name == "branch.weight" else jnp.array(True)
 
 
@@ -142,7 +149,10 @@ def attention(model: Model, weights: Weights, name: str, x_BLD: jax.Array) -> ja
     q, k, v = (part.reshape(*x_BLD.shape[:2], -1, size) for part in (q, k, v))
     if model.has("qk_norm"):
         q, k = normalize(weights, f"{name}.q_norm", q), normalize(weights, f"{name}.k_norm", k)
-    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)  # one shared head serves all queries
+    k, v = (jnp.broadcast_to(part, q.shape) for part in (k, v))  # one shared head serves all queries
+    scores = jnp.einsum("blhd,bmhd->bhlm", q, k) / size**0.5
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    mixed = jnp.einsum("bhlm,bmhd->blhd", jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)), v)
     return affine(weights, f"{name}.o", mixed.reshape(x_BLD.shape))
 
 
@@ -174,3 +184,7 @@ def heads(model: Model, weights: Weights, batch: Batch, x_BLD: jax.Array) -> dic
 def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.targets[..., None], axis=-1)
     return jnp.where(batch.valid, -chosen[..., 0], 0).sum()
+
+
+FAMILIES = {"chain": chain, "linear": linear, "mlp": mlp, "gpt": gpt}
+"""Loss terms of one micro-batch, as sums over its rows (scalars), of every family."""

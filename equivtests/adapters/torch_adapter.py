@@ -54,6 +54,8 @@ class Counts:
 class TorchAdapter(Adapter):
     """One update: count, feed forward and backward, synchronize, unscale, clip, step, show."""
 
+    own_models = True
+
     module: nn.Module
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -67,7 +69,7 @@ class TorchAdapter(Adapter):
         self.watch_inputs(self.module)
         self.model = self.wrap(self.module)
         self.optimizer = self.make_optimizer()
-        self.scheduler = self.make_scheduler()
+        self.scheduler = self.make_scheduler(self.optimizer)
         self.steps = 0
         scaling = case.precision.loss_scale
         self.loss_scale, self.growth = (scaling.initial if scaling else 1.0), 0
@@ -110,9 +112,9 @@ class TorchAdapter(Adapter):
             return {"lr": o.lr, "betas": o.betas, "eps": o.eps}
         return {"lr": o.lr, "momentum": o.momentum}
 
-    def make_scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
+    def make_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         """The case's schedule of the learning rate; `step_scheduler` moves it."""
-        return torch.optim.lr_scheduler.LambdaLR(self.optimizer, self.rate_factor)
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate_factor)
 
     def rate_factor(self, step: int) -> float:
         schedule = self.case.optimizer.schedule
@@ -323,13 +325,17 @@ class TorchAdapter(Adapter):
             show(observe, "weight", name, parameter, update=update, place=place)
         for name, tensor, place in self.optimizer_state():
             show(observe, "state", name, tensor, update=update, place=place)
-        for name, buffer in self.module.named_buffers():
+        for name, buffer in self.buffers():
             show(observe, "buffer", name, buffer, update=update, replica=self.ranks.rank)
         here = Place((), replica=self.ranks.rank)
         scalars = {"step": self.steps, "cursor": self.feed.position, "random_state": self.stream.draw}
         for kind, value in scalars.items():
             observe(kind, kind, np.int64(value), update=update, place=here)
         observe("loss_scale", "loss_scale", np.float64(self.loss_scale), update=update, place=here)
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(canonical name, tensor) of the model's buffers, which every rank holds whole."""
+        yield from self.module.named_buffers()
 
     def optimizer_state(self) -> Iterator[Shown]:
         """(parameter/key, tensor, place) of the optimizer's state; scalars are whole on every rank."""

@@ -14,43 +14,22 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from equivtests.adapters.adapter import PLAIN_FEATURES, Claims, KnownDivergence, Strategy
 from equivtests.adapters.torch_adapter import SHOWN, TorchAdapter
+from equivtests.adapters.trainer_models import IGNORED, LossModel
 from equivtests.cases.case import Semantics
 from equivtests.cases.windows import Feed, MicroBatch
-from equivtests.models.build import TERM_WEIGHTS
 from equivtests.record.observation import Observe
 
-IGNORED = -100  # the label of a position that Trainer does not count
 RULES = {
     "trainer-ddp": None,
     "trainer-ddp-local-tokens": Semantics(denominator="rank"),
     "trainer-ddp-batch-means": Semantics(denominator="rank-microbatch"),
 }
-"""What Trainer documents: by default; average_tokens_across_devices=False; a model that does not take num_items_in_batch."""
+"""What Trainer documents: its default; average_tokens_across_devices=False; models that take no num_items_in_batch."""
 NO_TOKEN = KnownDivergence(
-    "gpt-empty-window-*", "weight update",
+    "*-empty-window-*", "weight update",
     "the optimizer steps, decays weights and moves its moments on a window in which every label is ignored",
     "https://github.com/huggingface/trl/issues/6668",
 )  # fmt: skip
-
-
-class LossModel(nn.Module):
-    """A model as Trainer expects it: a sum over tokens, divided by Trainer's count of the window or else by its own."""
-
-    accepts_loss_kwargs = True
-
-    def __init__(self, module: nn.Module, magnitude: float) -> None:
-        super().__init__()
-        self.module, self.magnitude = module, magnitude
-
-    def forward(
-        self, inputs: Tensor, targets: Tensor, labels: Tensor, ids: Tensor, conditional: bool,
-        num_items_in_batch: Tensor | None = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        valid = labels != IGNORED
-        terms = self.module(inputs, targets, valid, ids, conditional)
-        total = torch.stack([TERM_WEIGHTS[name] * value for name, value in terms.items()]).sum()
-        tokens = valid.sum() if num_items_in_batch is None else num_items_in_batch
-        return {"loss": self.magnitude * total / tokens.clamp(min=1)}
 
 
 class MicroBatches(IterableDataset):
@@ -104,9 +83,8 @@ class Trainer(TorchAdapter, transformers.TrainerCallback):
             "ragged": False,  # gradient_accumulation_steps is one number for all ranks
             "observes": SHOWN - {"tokens"},  # the count that a model gets is no integer
             "algorithm": "all-reduce",
-            "known": (NO_TOKEN,),
         }
-        strategies = tuple(Strategy(name, semantics=rule, **shared) for name, rule in RULES.items())
+        strategies = tuple(Strategy(name, semantics=rule, known=(NO_TOKEN,), **shared) for name, rule in RULES.items())
         name, mutants = f"transformers {transformers.__version__}", ("equivtests.mutants.outside.trainer",)
         return Claims(strategies, framework=name, preload=("transformers.trainer",), mutants=mutants)
 
@@ -128,9 +106,10 @@ class Trainer(TorchAdapter, transformers.TrainerCallback):
             average_tokens_across_devices=self.strategy != "trainer-ddp-local-tokens",
             optim="adamw_torch" if o.name == "adamw" else "sgd", optim_args=f"momentum={o.momentum}",
             learning_rate=o.lr, adam_beta1=o.betas[0], adam_beta2=o.betas[1], adam_epsilon=o.eps,
-            weight_decay=o.weight_decay, bf16=self.case.precision.compute == "bfloat16", use_cpu=self.ranks.device == "cpu",
+            weight_decay=o.weight_decay, bf16=self.case.precision.compute == "bfloat16",
             logging_strategy="steps" if o.clip else "no", logging_steps=1,  # the norm is in the log alone
-            output_dir=tempfile.gettempdir(), save_strategy="no", report_to="none", disable_tqdm=True, log_level="error",
+            use_cpu=self.ranks.device == "cpu", output_dir=tempfile.gettempdir(), save_strategy="no",
+            report_to="none", disable_tqdm=True, log_level="error",
         )  # fmt: skip
 
     def inputs_of(self, batch: MicroBatch) -> dict[str, Any]:
@@ -157,8 +136,7 @@ class Trainer(TorchAdapter, transformers.TrainerCallback):
             self.loss = 0.0
 
     def on_step_end(self, *_: Any, **objects: Any) -> None:
-        self.steps += 1
-        self.stream.draw += 1
+        self.steps, self.stream.draw = self.steps + 1, self.stream.draw + 1
         self.show_bytes(self.observe, "state", [t for _, t, _ in self.optimizer_state() if t.ndim > 0])
         self.show_state(self.observe, self.window.update + 1)
 

@@ -255,10 +255,16 @@ def tier_of(table: dict[str, Tier], row: str) -> Tier | None:
     return min((t for n, t in table.items() if n.rpartition("-w")[0] == name), key=TIERS.index, default=None)
 
 
-def too_large(tier: Tier, nproc: int, grid: tuple[Row, ...] | None = None) -> list[tuple[str, int]]:
-    """(case name, world) of the cases of a tier that need more ranks than `nproc`."""
+def too_large(
+    tier: Tier, nproc: int, grid: tuple[Row, ...] | None = None, exactly: bool = False
+) -> list[tuple[str, int]]:
+    """(case name, world) of the cases of a tier that need more ranks than `nproc`.
+
+    exactly: only where the row cannot be run on `nproc` ranks either.
+    """
     rows = [line for line in (GRID if grid is None else grid) if includes(tier, line.tier)]
-    return [(f"{line.name}-w{w}", w) for line in rows for w in line.worlds if w > nproc]
+    left = [line for line in rows if not (exactly and worlds_of(line, nproc, exactly))]
+    return [(f"{line.name}-w{w}", w) for line in left for w in line.worlds if w > nproc]
 
 
 MOST_RANKS = 64

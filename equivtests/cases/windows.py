@@ -131,6 +131,10 @@ class Feed:
         """Continue with the window of update `position`."""
         self.position = position
 
+    def __len__(self) -> int:
+        """Number of windows that are still to come."""
+        return max(0, self.stop - self.position)
+
     def __iter__(self) -> Feed:
         return self
 

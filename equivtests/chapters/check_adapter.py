@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 from equivtests.adapters.adapter import Strategy
-from equivtests.cases.case import Case, Layout, Model, Optimizer
+from equivtests.cases.case import Case, Layout, Model, Optimizer, Precision
+from equivtests.cases.grid import BF16, FP16_WIRE
 from equivtests.chapters.plan import claims_of
 from equivtests.chapters.restore import run_restore
 from equivtests.chapters.run import Result, Run, seating_of
@@ -18,6 +20,8 @@ from equivtests.ranks.pools import Runs
 from equivtests.record.observation import Record
 
 SMOKE_MODELS = (Model("linear"), Model("mlp"), Model("gpt", depth=1), Model("chain"))
+SMOKE_OPTIMIZERS = (Optimizer("sgd", lr=0.125), Optimizer("adamw", lr=0.125))
+SMOKE_PRECISIONS = (Precision(), FP16_WIRE, BF16)
 MOST = 8  # lines about one strategy: the first ones tell
 
 
@@ -42,7 +46,7 @@ def smoke(pools: Runs, spec: str, strategy: Strategy, world: int, seating: Seati
     """What to fix, or "" if the strategy works."""
     case = smoke_case(strategy, world)
     if case is None:
-        return "claims none of linear, mlp, gpt, chain in float32 with sgd or adamw: widen Strategy(...)"
+        return "claims none of linear, mlp, gpt, chain with sgd or adamw in float32 or a mix of it: widen Strategy(...)"
     run = Run("update", spec, strategy, case, seating)
     outcome = pools.run(run.job())
     if outcome.record is None:
@@ -54,12 +58,11 @@ def smoke(pools: Runs, spec: str, strategy: Strategy, world: int, seating: Seati
 def smoke_case(strategy: Strategy, world: int) -> Case | None:
     """Two updates of the smallest model that the strategy claims; None if it claims none."""
     window = tuple(((3, 5 + rank),) for rank in range(world))
-    for model in SMOKE_MODELS:
-        for name in ("sgd", "adamw"):
-            optimizer = Optimizer(name, lr=0.125)  # type: ignore[arg-type, unused-ignore]
-            case = Case(f"smoke-{model.family}-w{world}", model, (window, window), Layout(world), optimizer)
-            if strategy.refusal(case) is None:
-                return case
+    for precision, model, optimizer in product(SMOKE_PRECISIONS, SMOKE_MODELS, SMOKE_OPTIMIZERS):
+        name = f"smoke-{model.family}-w{world}"
+        case = Case(name, model, (window, window), Layout(world), optimizer, precision)
+        if strategy.refusal(case) is None:
+            return case
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
 from equivtests.adapters.adapter import MANDATORY, Adapter, Claims, KnownDivergence, Strategy
@@ -46,7 +46,7 @@ class NotClaimed:
 class Plan:
     """Declared runs in the order they are made, what is not claimed, cases that need more ranks, idle declarations.
 
-    model: the user's own one that the cases are about ("": the suite's).
+    model: the user's own one that the cases are about ("": the suite's). frameworks: name and version by adapter.
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -55,6 +55,7 @@ class Plan:
     too_large: list[tuple[str, int]] = field(default_factory=list)
     unmatched: list[str] = field(default_factory=list)
     model: str = ""
+    frameworks: dict[str, str] = field(default_factory=dict)
 
     def of(self, chapter: Chapter) -> list[Run]:
         return [run for run in self.runs if run.chapter == chapter]
@@ -76,7 +77,13 @@ def claims_of(spec: str) -> Claims:
     problem = problem or processes_problem(claims)
     if problem:
         raise AdapterError(f"{spec}: {problem}")
-    return claims
+    return claims if adapter.own_models else without_own_models(claims)
+
+
+def without_own_models(claims: Claims) -> Claims:
+    """The claims of an adapter that builds the suite's models itself."""
+    strategies = tuple(replace(s, families=s.families - {"own"}) for s in claims.strategies)
+    return replace(claims, strategies=strategies)
 
 
 def processes_problem(claims: Claims) -> str:
@@ -154,7 +161,7 @@ def plan(
     """
     own = use_model(model) if model else None
     lines = None if own is None else own_grid(model, own.model.length, own.model.learning_rate)
-    wanted, found = set(strategies), Plan(too_large=too_large(tier, nproc, lines), model=model)
+    wanted, found = set(strategies), Plan(too_large=too_large(tier, nproc, lines, exactly), model=model)
     grids = {seed: list(cases(tier, nproc, seed, lines, exactly)) for seed in seeds}
     known: set[str] = set()
     for spec in adapters:
@@ -163,6 +170,7 @@ def plan(
         if names & known:
             raise AdapterError(f"{spec}: another adapter has a strategy {min(names & known)}, too; rename one")
         known |= names
+        found.frameworks[spec] = claims.framework
         for strategy in claims.strategies:
             if not wanted or strategy.name in wanted:
                 found.strategies.append(strategy.name)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from equivtests.adapters.adapter import Claims, KnownDivergence, Strategy
 from equivtests.cases.case import Case
 from equivtests.cases.meaning import in_words
+from equivtests.explain.report import reproduce
 from equivtests.judge.check import Check, Judgement, Verdict
 from equivtests.own import claim
 from equivtests.ranks.job import Failure, Job, Seating
@@ -76,6 +77,14 @@ class Result:
     def first(self) -> Check | None:
         return self.judgement.first
 
+    def divergence(self) -> dict[str, Any] | None:
+        """What is declared of a run that differs as declared, and the command that shows it."""
+        known = self.run.known
+        if self.verdict is not Verdict.KNOWN or known is None:
+            return None
+        told = {name: getattr(known, name) for name in ("quantity", "reason", "link", "documented")}
+        return told | {"command": reproduce(self.run)}
+
     def summary(self) -> dict[str, Any]:
         """Plain data of a result, as it stands in the certificate."""
         first = self.first
@@ -95,6 +104,7 @@ class Result:
             "first": None
             if first is None
             else {"quantity": first.quantity, "update": first.update, "name": first.name},
+            "known": self.divergence(),
             "failure": None if self.failure is None else {"kind": self.failure.kind, "rank": self.failure.rank},
             "explanation": self.explanation[:1] if self.failure else self.explanation,  # stacks hold paths
         }

@@ -64,7 +64,7 @@ def fed_by_ranks(view: View, check: Check) -> Lines:
     wanted = set(rows_of(view.case, check.update).ids.tolist())
     ranks = Counter(i for samples in fed.values() for i in samples)
     shared = sorted(i for i, n in ranks.items() if n > 1)
-    if len(fed) > 1 and all(samples == fed[0] for samples in fed.values()):
+    if len(fed) > 1 and fed[0] and all(samples == fed[0] for samples in fed.values()):
         yield "every rank fed the same samples: they are not split over ranks"
     elif shared:
         yield f"samples {shared} were fed by more than one rank: the ranks' slices overlap"

@@ -65,7 +65,7 @@ def reproduce(run: Run) -> str:
     """One command line that runs just this case again."""
     if run.command:
         return run.command
-    builtin = run.adapter.startswith("equivtests.adapters.")
+    builtin = run.adapter.startswith(("equivtests.adapters.textbook.", "equivtests.adapters.native."))
     adapter = "" if builtin else f"--adapter {run.adapter} "
     seeded = re.search(r"-s(\d+)$", run.case.name)
     seed = f"--seed {seeded[1]} " if seeded else ""

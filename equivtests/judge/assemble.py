@@ -30,7 +30,9 @@ def assemble(parts: list[Observation], world: int) -> Whole:
         return Whole(parts[0].values(), copies=len(parts))
     filled = _fill_all(parts, world)
     broken = next((whole for whole in filled if whole.problem), None)
-    return broken or _compare_copies(filled, _copies(parts))
+    if broken or parts[0].place.partial:
+        return broken or filled[0]
+    return _compare_copies(filled, _copies(parts))
 
 
 def incomplete(parts: list[Observation], world: int) -> str:

@@ -271,11 +271,20 @@ def states_of(view: View, update: int) -> one.States:
     return states
 
 
+NO_STEP = (ArithmeticError, RuntimeError, TypeError, ValueError)
+"""What the reference optimizer raises where what was shown has shapes or values that no optimizer could use."""
+
+
 def weight_update(view: View, update: int) -> Checks:
     """Weights after the step are those of the reference optimizer applied to the observed gradients and state."""
     if not view.names("gradient", update) and not view.expectation.steps[update].skipped:
         return
-    new, _ = applied_once(view, update)
+    try:
+        new, _ = applied_once(view, update)
+    except NO_STEP as error:
+        words = f"no step can be made from the state, rate, coefficient and gradients that were shown: {error}"
+        yield view.failed("weight update", update, "all", words.splitlines()[0])
+        return
     for name, expected in new.items():
         after, before = view.whole("weight", name, update + 1), view.whole("weight", name, update)
         if after is None or before is None:
@@ -298,7 +307,11 @@ def optimizer_state(view: View, update: int) -> Checks:
     """Optimizer state after the step, step counters included."""
     if "state" not in view.strategy.observes:
         return
-    entered, (_, states) = view.tensors("state", update), applied_once(view, update)
+    entered = view.tensors("state", update)
+    try:
+        _, states = applied_once(view, update)
+    except NO_STEP:
+        return  # as a fault of the weight update, which cannot be made
     if update == 0 and any(tensor.any() for tensor in entered.values()):
         name = next(name for name, tensor in entered.items() if tensor.any())
         yield view.failed(

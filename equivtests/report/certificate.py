@@ -47,6 +47,7 @@ def certificate(selection: Selection, plan: Plan, results: list[dict[str, Any]])
         "threshold": {"value": selection.threshold, "default": THRESHOLD, "loosened": selection.threshold > THRESHOLD},
         "selection": asdict(selection),
         "environment": environment(),
+        "frameworks": plan.frameworks,
         "strategies": {row.strategy: {"counts": row.counts, "worst": row.worst} for row in rows},
         "all": {"counts": total(rows).counts, "worst": total(rows).worst},
         "runs": sorted(results, key=lambda r: (r["strategy"], r["chapter"], r["case"])),

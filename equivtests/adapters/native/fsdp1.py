@@ -92,6 +92,9 @@ class FSDP1(DistributedCheckpoint):
             for parameter, shape, where in zip(flat._params or [], flat._shapes, flat._shard_param_infos, strict=True):
                 yield names[id(parameter)], parameter, self.place(handle, tuple(shape), where)
 
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        yield from ((clean(name), buffer) for name, buffer in super().buffers())
+
     def place(self, handle: Any, shape: tuple[int, ...], where: Any) -> Place:
         if not handle.uses_sharded_strategy:
             return Place(shape, replica=self.ranks.rank)

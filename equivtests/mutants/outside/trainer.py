@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainingArguments
 
-from equivtests.adapters.trainer import Loop, LossModel, MicroBatches, Trainer
+from equivtests.adapters.trainer import Loop, MicroBatches, Trainer
+from equivtests.adapters.trainer_models import LossModel
 from equivtests.mutants.mutant import mutant
 from equivtests.mutants.situations import SHORT_TAIL, TWO_BY_THREE
 

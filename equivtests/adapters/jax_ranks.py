@@ -1,0 +1,56 @@
+"""JAX over the suite's ranks: how they meet, and global arrays of which every rank holds a part."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from equivtests.adapters.context import Ranks
+from equivtests.record.observation import Observe, Place
+
+
+def meet(ranks: Ranks) -> None:
+    """Initialize JAX over all ranks, one CPU device each; once per process."""
+    if jax.distributed.is_initialized():
+        return
+    options: dict[str, Any] = {"platforms": "cpu", "num_cpu_devices": 1, "cpu_collectives_implementation": "gloo"}
+    if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+        options["disable_most_optimizations"] = True  # programs run a few times: compiling is what costs
+    for name, value in options.items():
+        jax.config.update(f"jax_{name}", value)
+    jax.distributed.initialize(ranks.agree("coordinator", free_address), ranks.world, ranks.rank)
+
+
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return "{}:{}".format(*free.getsockname())
+
+
+def place(array: np.ndarray, sharding: Sharding) -> jax.Array:
+    """A global array of which this rank holds its part."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def local(array: jax.Array) -> np.ndarray:
+    """This rank's part of a global array."""
+    return np.asarray(array.addressable_data(0))
+
+
+def show(
+    observe: Observe, kind: str, name: str, array: jax.Array, *, update: int, shape: tuple[int, ...] | None = None
+) -> None:
+    """Observe this rank's part of a global array, which knows where it belongs.
+
+    shape: of the tensor itself, where `array` is larger because it was filled up to a size that the ranks divide.
+    """
+    whole, part = array.shape if shape is None else shape, array.addressable_shards[0]
+    sides = [side.indices(size) for side, size in zip(part.index, array.shape, strict=True)]
+    box = tuple((min(start, size), min(stop, size)) for (start, stop, _), size in zip(sides, whole, strict=True))
+    values = local(array)[tuple(slice(stop - start) for start, stop in box)]
+    observe(kind, name, values, update=update, place=Place(whole, box=box, replica=part.replica_id))

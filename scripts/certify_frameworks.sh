@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Certify released frameworks, each in an environment of its own, and write docs/conformance.md.
+# Usage: scripts/certify_frameworks.sh [NAME …]     names: deepspeed fabric accelerate trainer jax (default: all)
+#
+# Read from the environment: PYTHON (python3), ENVIRONMENTS (.frameworks: where environments are made and kept), RESULTS
+# (.frameworks/results: certificates and logs; those of frameworks that are not named are kept, and stand in the page).
+# Exit status: 0 if everything is as declared.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python="${PYTHON:-python3}"
+environments="${ENVIRONMENTS:-.frameworks}"
+results="${RESULTS:-.frameworks/results}"
+mkdir -p "$environments" "$results"
+environments=$(cd "$environments" && pwd) results=$(cd "$results" && pwd)
+declare -A extra=([deepspeed]=deepspeed [fabric]=fabric [accelerate]=accelerate [trainer]=accelerate [jax]=jax)
+declare -A adapter=([deepspeed]=DeepSpeed [fabric]=Fabric [accelerate]=Accelerate [trainer]=Trainer [jax]=JAX)
+status=0
+
+# environment EXTRA: make it once; its python is printed
+environment() {
+  local home="$environments/$1"
+  [ -x "$home/bin/python" ] || "$python" -m venv "$home" || return 1
+  "$home/bin/pip" install -q --disable-pip-version-check -c constraints.txt -e ".[$1,test]" >&2 || return 1
+  echo "$home/bin/python"
+}
+
+# certified NAME PYTHON RANKS: the default tier; the certificate tells
+certified() {
+  local name=$1 begin=$SECONDS
+  "$2" -m pytest -q -p no:cacheprovider --nproc "$3" --adapter "equivtests.adapters.$name:${adapter[$name]}" \
+    --certificate "$results/$name-$3.json" equivtests/ >"$results/$name-$3.log" 2>&1 || status=1
+  printf '%-12s %s ranks  %4d s  %s\n' "$name" "$3" $((SECONDS - begin)) "$(tail -n 1 "$results/$name-$3.log")"
+}
+
+# mutants NAME PYTHON: the mistakes planted in an adapter
+mutants() {
+  local name=$1 log="$results/$1-mutants.log"
+  "$2" -m pytest -q -p no:cacheprovider --nproc 4 --adapter "equivtests.adapters.$name:${adapter[$name]}" --mutants \
+    equivtests/ >"$log" 2>&1 || status=1
+  sed -n 's/^mutants: \(.*\) killed of \(.*\) planted$/\1 of \2/p' "$log" >"$results/$name.mutants"
+  printf '%-12s mutants killed: %s\n' "$name" "$(cat "$results/$name.mutants")"
+}
+
+for name in "${@:-deepspeed}" ; do
+  [ -n "${extra[$name]:-}" ] || { echo "$name: unknown; known are ${!extra[*]}" >&2; exit 2; }
+done
+[ $# -gt 0 ] || set -- deepspeed fabric accelerate trainer jax
+for name in "$@"; do
+  interpreter=$(environment "${extra[$name]}") || { echo "$name: no environment" >&2; status=1; continue; }
+  certified "$name" "$interpreter" 2
+  certified "$name" "$interpreter" 4
+  mutants "$name" "$interpreter"
+done
+"$interpreter" scripts/conformance.py "$results" docs/conformance.md || status=1
+exit "$status"
