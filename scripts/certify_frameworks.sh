@@ -41,7 +41,39 @@ mutants() {
   printf '%-12s mutants killed: %s\n' "$name" "$(cat "$results/$name.mutants")"
 }
 
-for name in "${@:-deepspeed}" ; do
+# records NAME PYTHON CASE LAUNCH…: what a program that does not import equivtests writes is judged, the right and the naive one
+records() {
+  local name=$1 interpreter=$2 case=$3 directory
+  shift 3
+  directory=$(mktemp -d)
+  "$interpreter" -m equivtests export "$directory/case" --case "$case" >/dev/null || status=1
+  "$@" "$directory/case" "$directory/right" >"$results/$name-record.log" 2>&1 || status=1
+  "$@" "$directory/case" "$directory/naive" --naive >>"$results/$name-record.log" 2>&1 || status=1
+  "$interpreter" -m equivtests judge "$directory/right" >"$directory/right.txt" 2>&1 || status=1
+  if "$interpreter" -m equivtests judge "$directory/naive" >"$directory/naive.txt" 2>&1; then status=1; fi
+  grep -q "denominator = rank-microbatch" "$directory/naive.txt" || status=1
+  head -n 1 "$directory/right.txt" >"$results/$name on $case.record"
+  { head -n 1 "$directory/naive.txt" && grep -m 1 "denominator = rank-microbatch" "$directory/naive.txt"; } | tr -s '\n ' ' ' \
+    >"$results/$name on $case, mean of local means.record"
+  printf '%-12s record: %s\n' "$name" "$(cat "$results/$name on $case.record")"
+  rm -rf "$directory"
+}
+
+# jax_ranks PYTHON WORLD CASE RECORD [--naive]: one process per rank, as JAX has no launcher of its own
+jax_ranks() {
+  local interpreter=$1 world=$2 port rank failed=0
+  shift 2
+  port=$("$interpreter" -c 'import socket; s = socket.socket(); s.bind(("localhost", 0)); print(s.getsockname()[1])')
+  local -a processes=()
+  for ((rank = 0; rank < world; rank++)); do
+    "$interpreter" docs/examples/record_jax.py "$1" "$2" "$rank" "localhost:$port" ${3:+"$3"} &
+    processes+=($!)
+  done
+  for rank in "${processes[@]}"; do wait "$rank" || failed=1; done
+  return "$failed"
+}
+
+for name in "$@"; do
   [ -n "${extra[$name]:-}" ] || { echo "$name: unknown; known are ${!extra[*]}" >&2; exit 2; }
 done
 [ $# -gt 0 ] || set -- deepspeed fabric accelerate trainer jax
@@ -50,6 +82,11 @@ for name in "$@"; do
   certified "$name" "$interpreter" 2
   certified "$name" "$interpreter" 4
   mutants "$name" "$interpreter"
+  case "$name" in
+    fabric) records "plain torch" "$interpreter" gpt-adamw-w4 \
+      "$interpreter" -m torch.distributed.run --standalone --nproc-per-node 4 docs/examples/record_torch.py ;;
+    jax) records "JAX" "$interpreter" linear-sgd-w2 jax_ranks "$interpreter" 2 ;;
+  esac
 done
 "$interpreter" scripts/conformance.py "$results" docs/conformance.md || status=1
 exit "$status"

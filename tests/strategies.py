@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from equivtests.cases.case import (
@@ -22,10 +20,6 @@ from equivtests.cases.case import (
     Windows,
 )
 from equivtests.cases.windows import window_of
-
-torch.set_num_threads(1)  # the tensors are tiny
-settings.register_profile("shared machines", deadline=None)
-settings.load_profile("shared machines")
 
 FAMILIES = ("chain", "linear", "mlp", "gpt")
 SINGLE = Precision()

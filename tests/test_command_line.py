@@ -382,7 +382,7 @@ BROKEN = {
     "infinite": r"weight \S+ on rank 0 at update 1: not finite \(NaN or infinity\)",
     "raising": r"rank 1 raised RuntimeError: no kernel for this \(own.py:\d+\) while running update 0",
     "differing": r"runs, but differs:",
-    "unsaved": r"restore: rank 0 raised TypeError: save_tensors\(\) is not written \(own.py:\d+\) .*",
+    "unsaved": r"restore: rank [01] raised TypeError: save_tensors\(\) is not written \(own.py:\d+\) .*",
     "silent": r"lr: never shown, though strategy silent promises it in `observes`",
     "fine": r"works",
 }

@@ -23,7 +23,9 @@ from equivtests.cases.parameters import initial, parameters
 from equivtests.cases.windows import decode_ids, window_of
 from equivtests.chapters.certify import certify
 from equivtests.chapters.plan import claims_of, plan, use_model
+from equivtests.chapters.records import write_record
 from equivtests.chapters.run import Chapter, Result, Run
+from equivtests.cli import main
 from equivtests.errors import ModelError
 from equivtests.judge.check import Verdict
 from equivtests.own import UNKNOWN, Loaded, claim, loaded
@@ -256,8 +258,6 @@ def fixture_of(case: Case) -> Fixture:
 
 def record_of(case: Case, directory: Path, pools: Pools) -> None:
     """A record of a loaded model, which then names a stranger's."""
-    from equivtests.chapters.records import write_record
-
     found = result(pools, GOOD, CORRECT["dp"], "dp", "own-sgd-w1")
     write_record(directory, case, found.run.strategy, found.records[0])
 
@@ -277,6 +277,15 @@ def test_no_file_makes_the_suite_import_what_it_names(home: Home, pools: Pools, 
     assert not (home.directory / "imported").exists()
 
 
+def test_a_record_is_judged_where_the_command_line_names_the_model(
+    pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record_of(named(GOOD, "own-sgd-w1"), tmp_path, pools)
+    assert main(["judge", str(tmp_path), "--model", GOOD]) == 0
+    verdict, claimed = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("PASS ") and claimed.strip() == claim(GOOD)
+
+
 def test_ranks_are_asked_only_for_models_that_the_command_line_named() -> None:
     with pytest.raises(ModelError, match="add --model stranger:Model"):
         Job(CORRECT["dp"], "dp", STRANGE)
@@ -291,7 +300,7 @@ SUITE = ("python", "-m", "pytest", "--pyargs", "equivtests", "--nproc", "2", "--
 def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Home, Ended]]:
     homes, code = {}, (EXAMPLES / "my_model.py").read_text()
     commands = {
-        "passing": (*SUITE, "--tier", "quick", "--strategy", "dp", "--strategy", "fsdp2"),
+        "passing": (*SUITE, "--tier", "quick", "--strategy", "dp"),
         "failing": (*SUITE, "--tier", "quick", "--adapter", "broken:Broken", "-k", "own-adamw-w2 and update"),
         "refused": (*SUITE[:-1], "my_model:Reader"),
         "case": ("python", "-m", "equivtests", "run", "case.json", "--strategy", "dp", "--model", "my_model:MyModel"),

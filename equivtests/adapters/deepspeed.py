@@ -13,7 +13,8 @@ import torch
 from deepspeed.utils import safe_get_full_grad, safe_get_local_grad
 from torch import Tensor, nn
 
-from equivtests.adapters.adapter import PLAIN_FEATURES, Claims, KnownDivergence, Strategy
+from equivtests.adapters.adapter import PLAIN_FEATURES, Claims, Strategy
+from equivtests.adapters.deepspeed_known import EVERYWHERE, GATHERED_TWICE, LOST, SOME_RANKS
 from equivtests.adapters.native.fsdp1 import ALL
 from equivtests.adapters.torch_adapter import CLIP_EPS, SHOWN, Shown, TorchAdapter
 from equivtests.cases.case import Semantics
@@ -23,28 +24,27 @@ from equivtests.record.observation import Observe, Place
 # Else it builds an all-reduce in shared memory when it is initialized on a CPU: minutes, for what only inference uses.
 deepspeed.ops.__compatible_ops__ = {}
 
-LINK = "https://github.com/deepspeedai/DeepSpeed/issues/"
-UNUSED = KnownDivergence("mlp-unused*", "gradient", "a parameter without gradient gets zeros", LINK + "1355")
-REFUSED = "self.stride(-1) must be 1 to view Float as Byte"
-TRANSPOSED = KnownDivergence("linear-transposed*", "error", "not contiguous: it is refused", LINK + "6571", REFUSED)
-ABORTED = "distributed collective mismatch"
-SOME_RANKS = KnownDivergence("gpt-conditional*", "error", "a gradient that some ranks lack", LINK + "2343", ABORTED)
-
 FEATURES = PLAIN_FEATURES | {"dropout", "extra_head", "unused", "z_loss"}
 SHARED: dict[str, Any] = {
     "features": FEATURES | {"conditional"},
     "precisions": frozenset({"float32"}),
     "clips": frozenset({"2"}),
     "observes": SHOWN - {"bytes", "state"},  # its API has no step counters, and fails for two groups (docs/findings)
-    "known": (UNUSED, TRANSPOSED),
+    "known": EVERYWHERE,
 }
-# At stage 0 get_global_grad_norm() is None, and what it clips by is known to rounding only.
+# At stage 0 it reports no norm: the factor that it clips by is known to rounding only.
 ZERO0 = {"observes": SHOWN - {"norm", "clip"}, "arithmetic": "own", "algorithm": "all-reduce"}
-KNOWN = {"known": (UNUSED, TRANSPOSED, SOME_RANKS)}
-ZERO1 = KNOWN | {"shards": frozenset({"state"})}
-ZERO2 = KNOWN | {"shards": frozenset({"gradients", "state"})}
-# Stage 3 blocks where some ranks do not run a module (training.html, "Configuring ZeRO Leaf Modules").
-ZERO3 = {"shards": ALL, "cut": "flat", "algorithm": "zero3", "features": FEATURES}
+ZERO1 = {"shards": frozenset({"state"}), "known": (*EVERYWHERE, SOME_RANKS)}
+ZERO2 = ZERO1 | {"shards": frozenset({"gradients", "state"})}
+# Stage 3 may block where ranks run different modules ("Configuring ZeRO Leaf Modules"): no conditional branch. Every
+# parameter is flattened by itself; where four ranks divide its size, that is the same as all end to end.
+ZERO3 = {
+    "shards": ALL,
+    "cut": "flat",
+    "algorithm": "zero3",
+    "features": FEATURES,
+    "known": (*EVERYWHERE, GATHERED_TWICE),
+}
 MEANS = {"semantics": Semantics(denominator="rank-microbatch"), "ragged": False, "features": PLAIN_FEATURES}
 MASTER = {"semantics": Semantics(master="float32"), "precisions": frozenset({"float64"})}
 OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
@@ -54,7 +54,7 @@ STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "deepspeed-zero1": ({"stage": 1}, ZERO1),
     "deepspeed-zero2": ({"stage": 2}, ZERO2),
     "deepspeed-zero3": ({"stage": 3}, ZERO3),
-    "deepspeed-zero2-offload": ({"stage": 2, **OFFLOAD}, ZERO2),
+    "deepspeed-zero2-offload": ({"stage": 2, **OFFLOAD}, ZERO2 | {"known": (*EVERYWHERE, SOME_RANKS, LOST)}),
     "deepspeed-zero3-offload": ({"stage": 3, **OFFLOAD}, ZERO3),
     "deepspeed-mean-of-means": ({"stage": 2}, ZERO2 | MEANS),
     "deepspeed-zero1-master": ({"stage": 1}, ZERO1 | MASTER),

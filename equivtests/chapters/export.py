@@ -62,8 +62,7 @@ def export(case: Case, directory: Path) -> None:
     (directory / "initial.safetensors").write_bytes(save(weights))
     (directory / "feed.json").write_text(json.dumps(feed(case, steps), indent=1) + "\n")
     for rank in range(case.layout.world):
-        arrays = {key: array for _, _, key, array in arrays_of(case, steps, rank)}
-        (directory / f"feed-{rank}.safetensors").write_bytes(save(arrays))
+        (directory / f"feed-{rank}.safetensors").write_bytes(save(dict(arrays_of(case, steps, rank))))
     words = README.format(name=case.name, world=case.layout.world, updates=case.updates)
     (directory / "README.md").write_text(words)
 
@@ -107,21 +106,17 @@ def update_of(case: Case, steps: list[Step], update: int) -> dict[str, Any]:
 
 def microbatch_of(case: Case, update: int, k: int, batch: MicroBatch) -> dict[str, Any]:
     """One micro-batch of one rank: sizes, the flag of the conditional branch, and the keys of its arrays."""
-    keys = {name: key_of(update, k, name) for name in array_names(case)}
+    names = ("inputs", "targets", "valid", "ids", *(["dropout"] if case.model.has("dropout") else []))
+    keys = {name: key_of(update, k, name) for name in names}
     return {"rows": batch.rows, "tokens": batch.tokens, "conditional": batch.conditional, **keys}
-
-
-def array_names(case: Case) -> tuple[str, ...]:
-    dropout = ("dropout",) if case.model.has("dropout") else ()
-    return ("inputs", "targets", "valid", "ids", *dropout)
 
 
 def key_of(update: int, k: int, name: str) -> str:
     return f"update-{update}.microbatch-{k}.{name}"
 
 
-def arrays_of(case: Case, steps: list[Step], rank: int) -> Iterator[tuple[int, int, str, np.ndarray]]:
-    """(update, micro-batch, key, array) of all that a rank feeds; floats in the dtype of the weights."""
+def arrays_of(case: Case, steps: list[Step], rank: int) -> Iterator[tuple[str, np.ndarray]]:
+    """(key, array) of all that a rank feeds; floats in the dtype of the weights."""
     for update in range(case.updates):
         for k, batch in enumerate(window_of(case, update, rank).microbatches):
             arrays = {"inputs": batch.inputs, "targets": batch.targets, "valid": batch.valid, "ids": batch.ids}
@@ -129,7 +124,7 @@ def arrays_of(case: Case, steps: list[Step], rank: int) -> Iterator[tuple[int, i
                 arrays["dropout"] = kept(case, steps[update].steps, batch.ids)
             for name, array in arrays.items():
                 cast = array.astype(case.precision.weights) if array.dtype.kind == "f" else array
-                yield update, k, key_of(update, k, name), np.ascontiguousarray(cast)
+                yield key_of(update, k, name), np.ascontiguousarray(cast)
 
 
 def kept(case: Case, draw: int, ids: np.ndarray) -> np.ndarray:
