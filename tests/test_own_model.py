@@ -361,3 +361,9 @@ def test_a_case_file_of_the_users_model_runs_where_the_command_line_names_the_mo
 ) -> None:
     ended = shown["case"][1].ended_with(0)
     assert ended.line("PASS").startswith("PASS         dp-own-adamw-w2") and ended.line("weaker claim") == WEAKER
+
+
+def test_the_page_shows_the_example_as_it_stands() -> None:
+    lines = (EXAMPLES / "my_model.py").read_text().splitlines()
+    indented = "\n".join(f"    {line}" if line else "" for line in lines)
+    assert indented in (CHECKOUT / "docs" / "own-model.md").read_text()

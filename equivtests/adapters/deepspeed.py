@@ -10,60 +10,27 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import safe_get_full_grad, safe_get_local_grad
-from torch import Tensor, nn
+from torch import Tensor
 
-from equivtests.adapters.adapter import PLAIN_FEATURES, Claims, Strategy
-from equivtests.adapters.deepspeed_known import EVERYWHERE, GATHERED_TWICE, LOST, SOME_RANKS
-from equivtests.adapters.native.fsdp1 import ALL
-from equivtests.adapters.torch_adapter import CLIP_EPS, SHOWN, Shown, TorchAdapter
-from equivtests.cases.case import Semantics
+from equivtests.adapters.adapter import Claims
+from equivtests.adapters.deepspeed_claims import STRATEGIES, strategies
+from equivtests.adapters.torch_adapter import CLIP_EPS, Shown, TorchAdapter
 from equivtests.cases.windows import MicroBatch
 from equivtests.record.observation import Observe, Place
 
 # Else it builds an all-reduce in shared memory when it is initialized on a CPU: minutes, for what only inference uses.
 deepspeed.ops.__compatible_ops__ = {}
 
-FEATURES = PLAIN_FEATURES | {"dropout", "extra_head", "unused", "z_loss"}
-SHARED: dict[str, Any] = {
-    "features": FEATURES | {"conditional"},
-    "precisions": frozenset({"float32"}),
-    "clips": frozenset({"2"}),
-    "observes": SHOWN - {"bytes", "state"},  # its API has no step counters, and fails for two groups (docs/findings)
-    "known": EVERYWHERE,
+SIZES = {
+    "reduce_bucket_size": 100,
+    "sub_group_size": 100,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
 }
-# At stage 0 it reports no norm: the factor that it clips by is known to rounding only.
-ZERO0 = {"observes": SHOWN - {"norm", "clip"}, "arithmetic": "own", "algorithm": "all-reduce"}
-ZERO1 = {"shards": frozenset({"state"}), "known": (*EVERYWHERE, SOME_RANKS)}
-ZERO2 = ZERO1 | {"shards": frozenset({"gradients", "state"})}
-# Stage 3 may block where ranks run different modules ("Configuring ZeRO Leaf Modules"): no conditional branch. Every
-# parameter is flattened by itself; where four ranks divide its size, that is the same as all end to end.
-ZERO3 = {
-    "shards": ALL,
-    "cut": "flat",
-    "algorithm": "zero3",
-    "features": FEATURES,
-    "known": (*EVERYWHERE, GATHERED_TWICE),
-}
-MEANS = {"semantics": Semantics(denominator="rank-microbatch"), "ragged": False, "features": PLAIN_FEATURES}
-MASTER = {"semantics": Semantics(master="float32"), "precisions": frozenset({"float64"})}
-OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
-
-STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "deepspeed-zero0": ({"stage": 0}, ZERO0),
-    "deepspeed-zero1": ({"stage": 1}, ZERO1),
-    "deepspeed-zero2": ({"stage": 2}, ZERO2),
-    "deepspeed-zero3": ({"stage": 3}, ZERO3),
-    "deepspeed-zero2-offload": ({"stage": 2, **OFFLOAD}, ZERO2 | {"known": (*EVERYWHERE, SOME_RANKS, LOST)}),
-    "deepspeed-zero3-offload": ({"stage": 3, **OFFLOAD}, ZERO3),
-    "deepspeed-mean-of-means": ({"stage": 2}, ZERO2 | MEANS),
-    "deepspeed-zero1-master": ({"stage": 1}, ZERO1 | MASTER),
-}
-"""`zero_optimization` of the configuration, and what is claimed besides `SHARED`."""
-OWN_RULE = ("deepspeed-mean-of-means",)
-SIZES = {"reduce_bucket_size": 100, "sub_group_size": 100, "stage3_param_persistence_threshold": 0}
-SIZES |= {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-"""The defaults are for billions of parameters: nothing would be sharded, and everything be reduced at once."""
+"""In elements. The defaults are for billions: nothing would be sharded or released, and everything be reduced at once."""
 
 
 class DeepSpeed(TorchAdapter):
@@ -71,11 +38,16 @@ class DeepSpeed(TorchAdapter):
 
     def claims(self) -> Claims:
         return Claims(
-            tuple(Strategy(name, **(SHARED | claimed)) for name, (_, claimed) in STRATEGIES.items()),
+            strategies(),
             framework=f"deepspeed {deepspeed.__version__}",
             preload=("deepspeed.runtime.zero.muon.muon_optimizer",),
             mutants=("equivtests.mutants.outside.deepspeed",),
         )
+
+    @property
+    def means(self) -> bool:
+        """Whether the loss of a micro-batch is a mean over its own tokens, as the engine's scaling takes it to be."""
+        return self.strategy == "deepspeed-mean-of-means"
 
     def config(self) -> dict[str, Any]:
         return {
@@ -84,7 +56,7 @@ class DeepSpeed(TorchAdapter):
             "gradient_clipping": self.case.optimizer.clip or 0.0,  # left out, it clips by 1
             "zero_optimization": SIZES | STRATEGIES[self.strategy][0],
             "zero_allow_untested_optimizer": True,  # SGD
-            "zero_force_ds_cpu_optimizer": False,  # torch's, which needs no compiler
+            "zero_force_ds_cpu_optimizer": "cpu-adam" in self.strategy,
         }
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -96,18 +68,26 @@ class DeepSpeed(TorchAdapter):
         )
         return optimizer
 
+    def optimizer_class(self) -> Any:
+        return DeepSpeedCPUAdam if "cpu-adam" in self.strategy else super().optimizer_class()
+
+    def optimizer_options(self) -> dict[str, Any]:
+        mode = {"adamw_mode": self.case.optimizer.name == "adamw"} if "cpu-adam" in self.strategy else {}
+        return super().optimizer_options() | mode
+
     def make_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return self.engine.lr_scheduler
+
+    # ------------------------------------------------------------------ one update
 
     def forward_backward(self, k: int, batch: MicroBatch, last: bool) -> Tensor:
         self.engine.set_train_batch_size(self.counts.microbatches * self.ranks.world)  # may be fewer than configured
         self.engine.set_gradient_accumulation_boundary(last)
         objective = self.objective(self.forward(self.engine, batch), k, batch)
-        return self.engine.backward(objective, scale_wrt_gas=self.strategy in OWN_RULE)
+        return self.engine.backward(objective, scale_wrt_gas=self.means)
 
     def token_factor(self, span: str, k: int, batch: MicroBatch) -> float:
-        """The engine's rule is to divide a mean of the micro-batch's own by their number; else the window decides."""
-        return 1 / max(1, batch.tokens) if self.strategy in OWN_RULE else super().token_factor(span, k, batch)
+        return 1 / max(1, batch.tokens) if self.means else super().token_factor(span, k, batch)
 
     def clip(self, observe: Observe) -> None:
         """The engine's step clips, and tells the norm afterwards."""
@@ -126,6 +106,8 @@ class DeepSpeed(TorchAdapter):
 
     def step_scheduler(self) -> None:
         """The engine's step does it."""
+
+    # ------------------------------------------------------------------ showing
 
     def shown(self) -> Iterator[Shown]:
         """The model's weights; at stage 3 this rank's part of each."""
@@ -147,5 +129,5 @@ class DeepSpeed(TorchAdapter):
         return tensor[: stop - start], Place(tuple(parameter.ds_shape), interval=(start, stop))
 
     def show_bytes(self, observe: Observe, name: str, tensors: list[Tensor]) -> None:
-        if self.strategy == "deepspeed-zero0":  # of the others it is not known what they keep
+        if self.strategy == "deepspeed-zero0":  # the others do not tell what they keep
             super().show_bytes(observe, name, tensors)
