@@ -13,7 +13,13 @@ results="${RESULTS:-.frameworks/results}"
 mkdir -p "$environments" "$results"
 environments=$(cd "$environments" && pwd) results=$(cd "$results" && pwd)
 declare -A extra=([deepspeed]=deepspeed [fabric]=fabric [accelerate]=accelerate [trainer]=accelerate [jax]=jax)
-declare -A adapter=([deepspeed]=DeepSpeed [fabric]=Fabric [accelerate]=Accelerate [trainer]=Trainer [jax]=JAX)
+declare -A adapters=(
+  [deepspeed]="deepspeed:DeepSpeed"
+  [fabric]="fabric:Fabric"
+  [accelerate]="accelerate:Accelerate accelerate_accumulate:AccelerateAccumulate"
+  [trainer]="trainer:Trainer"
+  [jax]="jax:JAX"
+)
 status=0
 
 # environment EXTRA: make it once; its python is printed
@@ -24,19 +30,26 @@ environment() {
   echo "$home/bin/python"
 }
 
+# suite NAME PYTHON OPTIONS…: pytest on the adapters of a framework
+suite() {
+  local interpreter=$2 spec
+  local -a chosen=()
+  for spec in ${adapters[$1]}; do chosen+=(--adapter "equivtests.adapters.$spec"); done
+  shift 2
+  "$interpreter" -m pytest -q -p no:cacheprovider "${chosen[@]}" "$@" equivtests/
+}
+
 # certified NAME PYTHON RANKS: the default tier; the certificate tells
 certified() {
   local name=$1 begin=$SECONDS
-  "$2" -m pytest -q -p no:cacheprovider --nproc "$3" --adapter "equivtests.adapters.$name:${adapter[$name]}" \
-    --certificate "$results/$name-$3.json" equivtests/ >"$results/$name-$3.log" 2>&1 || status=1
+  suite "$name" "$2" --nproc "$3" --certificate "$results/$name-$3.json" >"$results/$name-$3.log" 2>&1 || status=1
   printf '%-12s %s ranks  %4d s  %s\n' "$name" "$3" $((SECONDS - begin)) "$(tail -n 1 "$results/$name-$3.log")"
 }
 
 # mutants NAME PYTHON: the mistakes planted in an adapter
 mutants() {
   local name=$1 log="$results/$1-mutants.log"
-  "$2" -m pytest -q -p no:cacheprovider --nproc 4 --adapter "equivtests.adapters.$name:${adapter[$name]}" --mutants \
-    equivtests/ >"$log" 2>&1 || status=1
+  suite "$name" "$2" --nproc 4 --mutants >"$log" 2>&1 || status=1
   sed -n 's/^mutants: \(.*\) killed of \(.*\) planted$/\1 of \2/p' "$log" >"$results/$name.mutants"
   printf '%-12s mutants killed: %s\n' "$name" "$(cat "$results/$name.mutants")"
 }

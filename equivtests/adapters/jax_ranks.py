@@ -15,7 +15,9 @@ from equivtests.record.observation import Observe, Place
 
 
 def meet(ranks: Ranks) -> None:
-    """Initialize JAX over all ranks, one CPU device each; once per process."""
+    """Initialize JAX over all ranks, one CPU device each; once per process. Raises ValueError on other devices."""
+    if ranks.device != "cpu":
+        raise ValueError(f"the JAX adapter runs on CPUs, not on {ranks.device}: leave --device out")
     if jax.distributed.is_initialized():
         return
     options: dict[str, Any] = {"platforms": "cpu", "num_cpu_devices": 1, "cpu_collectives_implementation": "gloo"}
