@@ -40,13 +40,6 @@ LOST = KnownDivergence(
     reason="the gradient of a parameter that the last micro-batch does not use is lost",
     link=f"{PROJECT}/blob/v0.19.8/deepspeed/runtime/zero/stage_1_and_2.py",
 )
-GATHERED_TWICE = KnownDivergence(
-    case="gpt-tied-*",
-    quantity="collectives",
-    reason="with a reuse distance of 0 a shared parameter is gathered for each module that uses it",
-    link=CONFIGURATION,
-    documented=True,
-)
 
 FEATURES = PLAIN_FEATURES | {"dropout", "extra_head", "unused", "z_loss"}
 SHARED: dict[str, Any] = {
@@ -66,11 +59,8 @@ ZERO1: dict[str, Any] = {"shards": frozenset({"state"}), "known": (UNUSED, TRANS
 ZERO2: dict[str, Any] = ZERO1 | {"shards": frozenset({"gradients", "state"})}
 ZERO2_OFFLOAD: dict[str, Any] = ZERO2 | {"known": (UNUSED, TRANSPOSED, SOME_RANKS, LOST)}
 ZERO3: dict[str, Any] = {
-    "features": FEATURES,  # a branch that some ranks do not take may block it ("Configuring ZeRO Leaf Modules")
     "shards": ALL,
-    "algorithm": "zero3",
-    "cut": "flat",  # by parameter; the same as end to end where the ranks divide every size
-    "known": (UNUSED, TRANSPOSED, GATHERED_TWICE),
+    "features": FEATURES,  # a branch that some ranks do not take may block it ("Configuring ZeRO Leaf Modules")
 }
 CPU_ADAM: dict[str, Any] = {"optimizers": frozenset({"adam", "adamw"}), "arithmetic": "own"}
 MEANS: dict[str, Any] = {

@@ -18,7 +18,7 @@ from equivtests.adapters import jax_models as models
 from equivtests.adapters import jax_optimizers as optimizers
 from equivtests.adapters.adapter import MANDATORY, PLAIN_FEATURES, Adapter, Claims, Strategy
 from equivtests.adapters.context import Ranks
-from equivtests.adapters.jax_models import Batch, Weights
+from equivtests.adapters.jax_models import Batch, Terms, Weights
 from equivtests.adapters.jax_ranks import local, meet, place, show
 from equivtests.cases.case import Case
 from equivtests.cases.parameters import initial, parameters
@@ -97,7 +97,7 @@ class JAX(Adapter):
         cut = {name: self.shardings["weights"][name] for name in gradients}
         return loss, jax.lax.with_sharding_constraint(gradients, cut)
 
-    def accumulate(self, weights: Weights, batch: Batch, totals: Weights) -> tuple[jax.Array, Weights]:
+    def accumulate(self, weights: Weights, batch: Batch, totals: Terms) -> tuple[jax.Array, Weights]:
         """Loss and gradients, micro-batch by micro-batch; each holds the rows of all ranks."""
 
         def objective(trained: Weights, micro: Batch) -> jax.Array:

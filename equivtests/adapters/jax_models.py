@@ -14,6 +14,9 @@ from equivtests.cases.parameters import parameters
 from equivtests.cases.windows import MicroBatch, Window, empty_micro_batch
 
 Weights = dict[str, jax.Array]
+Terms = dict[str, jax.Array]
+"""By name of a loss term, a scalar: main, extra, z, pairs."""
+
 HEADS = 2
 KEEP = 0.75  # probability that dropout keeps an element
 
@@ -78,13 +81,13 @@ def differentiated(model: Model) -> list[str]:
     return [p.name for p in parameters(model) if p.trained and p.name != "unused.weight"]
 
 
-def totals(window: Batch) -> Weights:
+def totals(window: Batch) -> Terms:
     """What each loss term is divided by: the valid tokens of the whole window, or its rows."""
     tokens, rows = jnp.maximum(window.valid.sum(), 1), jnp.maximum(window.rows.sum(), 1)
     return {"main": tokens, "extra": tokens, "z": rows, "pairs": rows}
 
 
-def objective(case: Case, weights: Weights, batch: Batch, divisors: Weights) -> jax.Array:
+def objective(case: Case, weights: Weights, batch: Batch, divisors: Terms) -> jax.Array:
     """What is differentiated for one micro-batch; added up, it is the window's loss."""
     terms = FAMILIES[case.model.family](case.model, weights, batch)
     return case.magnitude * sum(FACTORS[name] * value / divisors[name] for name, value in terms.items())
@@ -96,27 +99,32 @@ def in_use(name: str, batch: Batch) -> jax.Array:
 
 
 def affine(weights: Weights, name: str, x: jax.Array) -> jax.Array:
+    """xWᵀ + b, with the bias if there is one."""
     y = x @ weights[f"{name}.weight"].T
     return y + weights[f"{name}.bias"] if f"{name}.bias" in weights else y
 
 
 def squared_error(outputs: jax.Array, batch: Batch) -> jax.Array:
+    """Sum over valid positions of half the squared error."""
     error = jnp.where(batch.valid[..., None], outputs - batch.targets, 0)
     return 0.5 * (error * error).sum()
 
 
-def chain(model: Model, weights: Weights, batch: Batch) -> dict[str, jax.Array]:
+def chain(model: Model, weights: Weights, batch: Batch) -> Terms:
+    """y = w_P · … · w_1 · x for every position."""
     y = batch.inputs
     for i in range(model.depth):
         y = weights[f"factors.{i}"] * y
     return {"main": squared_error(y, batch)}
 
 
-def linear(model: Model, weights: Weights, batch: Batch) -> dict[str, jax.Array]:
+def linear(model: Model, weights: Weights, batch: Batch) -> Terms:
+    """y = xWᵀ + b."""
     return {"main": squared_error(affine(weights, "linear", batch.inputs), batch)}
 
 
-def mlp(model: Model, weights: Weights, batch: Batch) -> dict[str, jax.Array]:
+def mlp(model: Model, weights: Weights, batch: Batch) -> Terms:
+    """Linear layers with ReLU between them."""
     x = batch.inputs
     for i in range(model.depth):
         x = affine(weights, f"layers.{i}", x)
@@ -137,6 +145,7 @@ def pairs(embeddings: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def normalize(weights: Weights, name: str, x: jax.Array) -> jax.Array:
+    """Layer norm over the last axis."""
     centred = x - x.mean(axis=-1, keepdims=True)
     scaled = centred * jax.lax.rsqrt((centred * centred).mean(axis=-1, keepdims=True) + 1e-5)
     gained = scaled * weights[f"{name}.weight"]
@@ -144,6 +153,7 @@ def normalize(weights: Weights, name: str, x: jax.Array) -> jax.Array:
 
 
 def attention(model: Model, weights: Weights, name: str, x_BLD: jax.Array) -> jax.Array:
+    """Causal attention with two heads."""
     size = model.width // HEADS
     q, k, v = (affine(weights, f"{name}.{part}", x_BLD) for part in "qkv")
     q, k, v = (part.reshape(*x_BLD.shape[:2], -1, size) for part in (q, k, v))
@@ -156,7 +166,8 @@ def attention(model: Model, weights: Weights, name: str, x_BLD: jax.Array) -> ja
     return affine(weights, f"{name}.o", mixed.reshape(x_BLD.shape))
 
 
-def gpt(model: Model, weights: Weights, batch: Batch) -> dict[str, jax.Array]:
+def gpt(model: Model, weights: Weights, batch: Batch) -> Terms:
+    """Embedding and positions, pre-norm blocks, heads."""
     x = weights["embedding.weight"][batch.inputs] + weights["positions.weight"]
     if model.has("dropout"):
         x = x * batch.dropout
@@ -171,7 +182,8 @@ def gpt(model: Model, weights: Weights, batch: Batch) -> dict[str, jax.Array]:
     return heads(model, weights, batch, x)
 
 
-def heads(model: Model, weights: Weights, batch: Batch, x_BLD: jax.Array) -> dict[str, jax.Array]:
+def heads(model: Model, weights: Weights, batch: Batch, x_BLD: jax.Array) -> Terms:
+    """Token losses of both heads, and the loss on the log-partition."""
     logits = x_BLD @ weights["embedding.weight" if model.has("tied") else "head.weight"].T
     terms = {"main": cross_entropy(logits, batch)}
     if model.has("extra_head"):
@@ -182,6 +194,7 @@ def heads(model: Model, weights: Weights, batch: Batch, x_BLD: jax.Array) -> dic
 
 
 def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
+    """Sum over valid positions of the token loss; logits (N, L, V)."""
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.targets[..., None], axis=-1)
     return jnp.where(batch.valid, -chosen[..., 0], 0).sum()
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,11 +18,9 @@ def meet(ranks: Ranks) -> None:
         raise ValueError(f"the JAX adapter runs on CPUs, not on {ranks.device}: leave --device out")
     if jax.distributed.is_initialized():
         return
-    options: dict[str, Any] = {"platforms": "cpu", "num_cpu_devices": 1, "cpu_collectives_implementation": "gloo"}
-    if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
-        options["disable_most_optimizations"] = True  # programs run a few times: compiling is what costs
-    for name, value in options.items():
-        jax.config.update(f"jax_{name}", value)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(ranks.agree("coordinator", free_address), ranks.world, ranks.rank)
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from equivtests.adapters import jax_models as models
 from equivtests.adapters.jax import JAX, State
-from equivtests.adapters.jax_models import Batch, Weights
+from equivtests.adapters.jax_models import Batch, Terms, Weights
 from equivtests.mutants.mutant import mutant
 from equivtests.mutants.situations import CLIPPED_SHARDS, MIDDLE, TWO_BY_THREE, TWO_BY_THREE_GPT, UNUSED_ONCE
 
@@ -35,8 +35,8 @@ def on_each_device(adapter: JAX, function: Callable[..., Any]) -> Callable[..., 
 class MeanOfLocalMeans(JAX):
     """The recipe of many training scripts for pmap and shard_map."""
 
-    def accumulate(self, weights: Weights, batch: Batch, totals: Weights) -> tuple[jax.Array, Weights]:
-        def local(weights: Weights, rows: Batch, totals: Weights) -> Any:
+    def accumulate(self, weights: Weights, batch: Batch, totals: Terms) -> tuple[jax.Array, Weights]:
+        def local(weights: Weights, rows: Batch, totals: Terms) -> Any:
             return jax.lax.pmean(JAX.accumulate(self, weights, rows, models.totals(rows)), "data")
 
         return on_each_device(self, local)(weights, batch, totals)
@@ -53,8 +53,8 @@ class MeanOfLocalMeans(JAX):
 class ForgottenPsum(JAX):
     """Without check_vma nobody sees that what is declared to be replicated differs from device to device."""
 
-    def accumulate(self, weights: Weights, batch: Batch, totals: Weights) -> tuple[jax.Array, Weights]:
-        def local(weights: Weights, rows: Batch, totals: Weights) -> Any:
+    def accumulate(self, weights: Weights, batch: Batch, totals: Terms) -> tuple[jax.Array, Weights]:
+        def local(weights: Weights, rows: Batch, totals: Terms) -> Any:
             loss, gradients = JAX.accumulate(self, weights, rows, totals)
             return jax.lax.psum(loss, "data"), gradients
 
@@ -72,7 +72,7 @@ class ForgottenPsum(JAX):
 class PsumTwice(JAX):
     """What pmap needed is kept where jit, or shard_map with check_vma, does it unasked."""
 
-    def accumulate(self, weights: Weights, batch: Batch, totals: Weights) -> tuple[jax.Array, Weights]:
+    def accumulate(self, weights: Weights, batch: Batch, totals: Terms) -> tuple[jax.Array, Weights]:
         loss, gradients = super().accumulate(weights, batch, totals)
         again = partial(jax.lax.psum, axis_name="data")
         return loss, jax.shard_map(again, mesh=self.mesh, in_specs=P(), out_specs=P())(gradients)
@@ -89,7 +89,7 @@ class PsumTwice(JAX):
 class PaddingCounted(JAX):
     """Masked token losses are averaged by jnp.mean."""
 
-    def accumulate(self, weights: Weights, batch: Batch, totals: Weights) -> tuple[jax.Array, Weights]:
+    def accumulate(self, weights: Weights, batch: Batch, totals: Terms) -> tuple[jax.Array, Weights]:
         return super().accumulate(weights, batch, totals | {"main": batch.valid.size})
 
 
