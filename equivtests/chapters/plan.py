@@ -22,6 +22,7 @@ from equivtests.cases.grid import (
     own_grid,
     tier_of,
     too_large,
+    worlds_of,
 )
 from equivtests.chapters.run import Chapter, Run, seating_of
 from equivtests.errors import AdapterError, CaseError
@@ -184,7 +185,8 @@ def plan(
 
 def unmatched(strategy: Strategy) -> list[str]:
     """Declared divergences whose pattern fits no case of the whole grid: a slip of the pen, or an entry to remove."""
-    names = [f"{row.name}-w{world}" for row in GRID for world in row.worlds]
+    sizes = {nproc for row in GRID for nproc in row.worlds}
+    names = {f"{row.name}-w{world}" for row in GRID for nproc in sizes for world in worlds_of(row, nproc)}
     return [
         f"known divergence {k.case!r} of {strategy.name} matches no case of the grid"
         for k in strategy.known
