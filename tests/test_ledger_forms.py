@@ -116,6 +116,7 @@ PADDING: dict[ledger.Cut, tuple[int, list[int]]] = {
     "flat": (20, [5, 5, 5, 5]),
     "aligned": (24, [6, 6, 5, 3]),  # 15, one element of padding, 5, three to divide by four ranks
     "rows": (8 * 3 + 8, [8, 8, 4, 0]),  # chunks of two rows, and of two elements
+    "each": (16 + 8, [6, 6, 5, 3]),  # chunks of four elements, and of two
 }
 
 
@@ -129,7 +130,7 @@ def test_padding_rules(cut: ledger.Cut) -> None:
 shapes = st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3), min_size=1, max_size=5)
 
 
-@given(shapes, st.integers(1, 5), st.sampled_from(["tensors", "flat", "aligned", "rows"]))
+@given(shapes, st.integers(1, 5), st.sampled_from(ledger.Cut.__args__))
 def test_every_element_lies_on_one_rank(drawn: list[list[int]], ranks: int, cut: ledger.Cut) -> None:
     tensors = [Parameter(str(i), tuple(shape)) for i, shape in enumerate(drawn)]
     shards = ledger.shards_of(tensors, ranks, cut, align=4)
@@ -264,7 +265,7 @@ STAGES: dict[ledger.Stage, frozenset[str]] = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("cut", ["flat", "aligned", "rows"])
+@pytest.mark.parametrize("cut", ["flat", "aligned", "each", "rows"])
 def test_layout_and_closed_form_agree_where_sizes_divide(stage: ledger.Stage, cut: ledger.Cut) -> None:
     """Two ways to the same bytes: rank by rank from the layout, and N · (whole + sharded / D)."""
     layout = LedgerInput((Parameter("a", (8, 3)), Parameter("b", (4,))), shard=4, cut=cut)

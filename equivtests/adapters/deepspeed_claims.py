@@ -41,6 +41,14 @@ LOST = KnownDivergence(
     link=f"{PROJECT}/blob/v0.19.8/deepspeed/runtime/zero/stage_1_and_2.py",
 )
 
+GATHERED_TWICE = KnownDivergence(
+    case="gpt-tied-*",
+    quantity="collectives",
+    reason="with a reuse distance of 0 a shared parameter is gathered for each module that uses it",
+    link=CONFIGURATION,
+    documented=True,
+)
+
 FEATURES = PLAIN_FEATURES | {"dropout", "extra_head", "unused", "z_loss"}
 SHARED: dict[str, Any] = {
     "features": FEATURES | {"conditional"},
@@ -61,6 +69,9 @@ ZERO2_OFFLOAD: dict[str, Any] = ZERO2 | {"known": (UNUSED, TRANSPOSED, SOME_RANK
 ZERO3: dict[str, Any] = {
     "shards": ALL,
     "features": FEATURES,  # a branch that some ranks do not take may block it ("Configuring ZeRO Leaf Modules")
+    "algorithm": "zero3",
+    "cut": "each",
+    "known": (UNUSED, TRANSPOSED, GATHERED_TWICE),
 }
 CPU_ADAM: dict[str, Any] = {"optimizers": frozenset({"adam", "adamw"}), "arithmetic": "own"}
 MEANS: dict[str, Any] = {

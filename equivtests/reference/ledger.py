@@ -174,13 +174,14 @@ def shard_shape(shape: tuple[int, ...], dimension: int, shards: int) -> tuple[in
 
 # ------------------------------------------------------------------------------------ cutting tensors
 
-Cut = Literal["tensors", "flat", "aligned", "rows"]
+Cut = Literal["tensors", "flat", "aligned", "each", "rows"]
 """How the tensors of a unit are laid over ranks.
 
 tensors: whole tensors, largest first, each to the rank with the fewest elements so far (ZeroRedundancyOptimizer).
 flat: what is trained end to end in one vector, padded to a multiple of the ranks. aligned: the same for all that the
 unit holds, every tensor starting at a multiple of 16 bytes (FullyShardedDataParallel with use_orig_params). rows: each
-tensor in chunks along dimension 0, its number of rows padded to a multiple of the ranks (fully_shard).
+tensor in chunks along dimension 0, its number of rows padded to a multiple of the ranks (fully_shard). each: each tensor
+flattened, its number of elements padded to a multiple of the ranks (DeepSpeed's stage 3).
 """
 ALIGNMENT = 16  # bytes
 
@@ -198,8 +199,9 @@ def shards_of(parameters: Sequence[Parameter], ranks: int, cut: Cut, align: int 
     _whole(1, ranks=ranks, align=align)
     if cut == "tensors":
         return Shards([{p.name: p.size for p in part} for part in partition(parameters, ranks)], _size(parameters))
-    if cut == "rows":
-        each = [_chunks({p.name: (0, p.size)}, p.size, ranks, row=p.size // p.shape[0]) for p in parameters]
+    if cut in ("rows", "each"):
+        rows = {p.name: p.size // p.shape[0] if cut == "rows" else 1 for p in parameters}
+        each = [_chunks({p.name: (0, p.size)}, p.size, ranks, row=rows[p.name]) for p in parameters]
         by_rank = [{n: size for one in each for n, size in one.by_rank[rank].items()} for rank in range(ranks)]
         return Shards(by_rank, sum(one.full for one in each))
     spans = _spans(parameters, align if cut == "aligned" else 1)
