@@ -414,6 +414,17 @@ def test_an_adapter_that_fails_to_import_tells_the_underlying_error(
         load_adapter("broken_adapter:X")
 
 
+@pytest.mark.parametrize(("module", "extra"), [("lightning_fabric", "fabric"), ("transformers", "accelerate")])
+def test_a_missing_framework_is_told_with_what_to_install(
+    module: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    (tmp_path / f"needs_{extra}.py").write_text(f"import {module}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(AdapterError, match=rf"cannot import needs_{extra}: .*; pip install 'equivtests\[{extra}\]'$"):
+        load_adapter(f"needs_{extra}:X")
+
+
 def test_more_ranks_than_nproc_are_refused_by_name() -> None:
     pools = Pools(2)
     with pytest.raises(RanksError, match="case 'ranks' needs --nproc 3; this run has --nproc 2"):

@@ -14,6 +14,15 @@ from equivtests.own import Loaded, OwnModel, known, loaded, register
 
 T = TypeVar("T")
 
+EXTRAS = {
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+    "jax": "jax",
+    "lightning_fabric": "fabric",
+    "transformers": "accelerate",
+}
+"""The extra of this package that brings a framework, by the module that is missing without it."""
+
 
 def load_adapter(spec: str) -> type[Adapter]:
     """The class that `spec` names. Raises AdapterError with one line."""
@@ -52,8 +61,13 @@ def _import(name: str, what: str, kind: type[EquivtestsError]) -> ModuleType:
         return importlib.import_module(name)
     except Exception as error:
         text = (str(error).splitlines() or [""])[0]
-        hint = f"; looked in {', '.join(p or '.' for p in sys.path[:3])}, …" if _missing(error, name) else ""
+        hint = f"; looked in {', '.join(p or '.' for p in sys.path[:3])}, …" if _missing(error, name) else _extra(error)
         raise kind(f"{what}: cannot import {name}: {type(error).__name__}: {text}{hint}") from error
+
+
+def _extra(error: Exception) -> str:
+    extra = EXTRAS.get(error.name or "") if isinstance(error, ModuleNotFoundError) else None
+    return f"; pip install 'equivtests[{extra}]'" if extra else ""
 
 
 def _missing(error: Exception, name: str) -> bool:
