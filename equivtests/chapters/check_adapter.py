@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 from equivtests.adapters.adapter import Strategy
-from equivtests.cases.case import Case, Layout, Model, Optimizer, Precision
+from equivtests.cases.case import DOUBLE, Case, Layout, Model, Optimizer, Precision
 from equivtests.cases.grid import BF16, FP16_WIRE
 from equivtests.chapters.plan import claims_of
 from equivtests.chapters.restore import run_restore
@@ -21,7 +21,7 @@ from equivtests.record.observation import Record
 
 SMOKE_MODELS = (Model("linear"), Model("mlp"), Model("gpt", depth=1), Model("chain"))
 SMOKE_OPTIMIZERS = (Optimizer("sgd", lr=0.125), Optimizer("adamw", lr=0.125))
-SMOKE_PRECISIONS = (Precision(), FP16_WIRE, BF16)
+SMOKE_PRECISIONS = (Precision(), FP16_WIRE, BF16, DOUBLE)
 MOST = 8  # lines about one strategy: the first ones tell
 
 
@@ -46,7 +46,7 @@ def smoke(pools: Runs, spec: str, strategy: Strategy, world: int, seating: Seati
     """What to fix, or "" if the strategy works."""
     case = smoke_case(strategy, world)
     if case is None:
-        return "claims none of linear, mlp, gpt, chain with sgd or adamw in float32 or a mix of it: widen Strategy(...)"
+        return "claims none of linear, mlp, gpt, chain with sgd or adamw: widen Strategy(...)"
     run = Run("update", spec, strategy, case, seating)
     outcome = pools.run(run.job())
     if outcome.record is None:
