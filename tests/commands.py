@@ -20,6 +20,9 @@ AT_ONCE = 2
 FROM_THE_CHECKOUT = {"PYTHONPATH": str(CHECKOUT), "PYTEST_ADDOPTS": "-p no:equivtests -p equivtests.plugin"}
 """The plugin as an installation would register it, whether or not this environment has one."""
 
+NOT_INHERITED = ("PYTEST_", "PYTHONPATH", "GITHUB_", "CI", "BUILD_NUMBER")
+"""What changes how a command runs or prints: under CI, pytest repeats every failure whole in its summary."""
+
 
 @dataclass
 class Ended:
@@ -63,7 +66,7 @@ class Home:
     def start(self, *words: str) -> subprocess.Popen[str]:
         """Start a command; "python" and "pytest" are those of this environment."""
         program = [sys.executable] if words[0] == "python" else [str(Path(sys.executable).parent / words[0])]
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "PYTHONPATH", "GITHUB_"))}
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith(NOT_INHERITED)}
         return subprocess.Popen(
             [*program, *words[1:]],
             cwd=self.directory,
