@@ -21,6 +21,7 @@ from equivtests.campaign import campaign
 from equivtests.cases.case import Case, dumps, loads
 from equivtests.cases.fixture import Fixture, find, read
 from equivtests.cases.grid import GRID, TIERS, named, own_grid
+from equivtests.cases.split_grid import SPLIT_GRID, split_named
 from equivtests.chapters.certify import certify
 from equivtests.chapters.check_adapter import check_adapter
 from equivtests.chapters.export import export
@@ -332,7 +333,9 @@ def _case(options: argparse.Namespace) -> Case:
     if path.suffix == ".json" or path.exists():
         return loads(_text(path), options.case)
     own = use_model(options.model).model if options.model else None
-    return named(options.case, own_grid(options.model, own.length, own.learning_rate) if own else GRID)
+    if own is not None:
+        return named(options.case, own_grid(options.model, own.length, own.learning_rate))
+    return split_named(options.case) or named(options.case)
 
 
 def check_record(options: argparse.Namespace) -> int:

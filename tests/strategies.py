@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ from equivtests.cases.case import (
 )
 from equivtests.cases.windows import window_of
 
-FAMILIES = ("chain", "linear", "mlp", "gpt")
+FAMILIES = ("chain", "linear", "mlp", "gated_mlp", "gpt", "moe")
 SINGLE = Precision()
 BFLOAT16 = Precision("float32", "bfloat16", "float32")
 FLOAT16_WIRE = Precision("float32", "float32", "float16")
@@ -40,17 +41,39 @@ def models(draw: st.DrawFn, families: Iterable[str] = FAMILIES, leave_out: Itera
     family = draw(st.sampled_from(tuple(families)))
     usable = [f for f in features_of(family) if f not in leave_out]
     features = draw(st.sets(st.sampled_from(usable), max_size=4)) if usable else set()
-    heads = 2 if family == "gpt" else 1  # a norm over the two features of a narrow head knows signs only
-    width = heads * draw(st.integers(2 + ("qk_norm" in features), 4)) if heads > 1 else draw(st.integers(1, 7))
+    if family in ("gpt", "moe"):
+        return draw(decoders(family, features))
     return Model(
         family,
-        width=width,
-        depth=draw(st.integers(1 + (family == "mlp" and "frozen" in features), 2 if family == "gpt" else 3)),
+        width=draw(st.integers(1, 7)),
+        depth=draw(st.integers(1 + (family == "mlp" and "frozen" in features), 3)),
         inputs=draw(st.integers(2, 5)),
         outputs=draw(st.integers(1, 3)),
-        vocabulary=draw(st.integers(13, 15)),
-        length=draw(st.integers(3, 5)) if family == "gpt" else draw(st.integers(8, 9)),
+        length=draw(st.integers(8, 9)),
         features=tuple(sorted(features)),
+    )
+
+
+@st.composite
+def decoders(draw: st.DrawFn, family: Any, features: set[str]) -> Model:
+    """A gpt or moe with these features: any number of heads that share keys and values, any number of experts."""
+    heads = draw(st.integers(1, 4))
+    kv_heads = [0, 1] if "shared_kv" in features else [0, *(n for n in range(1, heads + 1) if heads % n == 0)]
+    # a norm over the two features of a narrow head knows signs only
+    size = draw(st.integers(2 + (heads == 1 or "qk_norm" in features), 4))
+    experts = draw(st.integers(2, 4)) if family == "moe" else 0
+    return Model(
+        family,
+        width=heads * size,
+        depth=draw(st.integers(1, 2)),
+        vocabulary=draw(st.integers(13, 15)),
+        length=draw(st.integers(4 if "packed" in features else 3, 5)),
+        features=tuple(sorted(features)),
+        heads=heads,
+        kv_heads=draw(st.sampled_from(kv_heads)),
+        experts=experts,
+        top_k=draw(st.integers(1, max(1, experts))),
+        capacity=draw(st.integers(0, 3)) if experts else 0,
     )
 
 
@@ -96,12 +119,18 @@ def cases(
     worlds: Iterable[int] = (1, 2, 3, 4),
     updates: int = 3,
     used: bool = False,
+    lengths: bool = False,
 ) -> Case:
-    """Any small case; `leave_out`: features that are not drawn, `used`: no window is empty."""
+    """Any small case; `leave_out`: features that are not drawn, `used`: no window is empty.
+
+    lengths: micro-batches of a gpt may have sequence lengths of their own.
+    """
     model = draw(models(families, leave_out))
     ranks = draw(st.sampled_from(tuple(worlds)))
     drawn = draw(windows(ranks, model.length, draw(st.integers(1, updates)), used))
     magnitude = draw(st.sampled_from((1.0, 2.0**-20)))
+    several = draw(st.lists(st.integers(2, model.length), max_size=3)) if lengths and model.family == "gpt" else []
+    drawn = shortened(drawn, several) if several else drawn
     divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
     return Case(
         "drawn",
@@ -113,6 +142,18 @@ def cases(
         accumulation=max(1, *(len(rank) for window in drawn for rank in window)),
         magnitude=magnitude,
         seed=draw(st.integers(0, 50)),
+        lengths=tuple(several),
+    )
+
+
+def shortened(drawn: Windows, lengths: list[int]) -> Windows:
+    """Counts of valid tokens that fit the length of their micro-batch."""
+    return tuple(
+        tuple(
+            tuple(tuple(min(n, lengths[k % len(lengths)]) for n in rows) for k, rows in enumerate(micros))
+            for micros in window
+        )
+        for window in drawn
     )
 
 

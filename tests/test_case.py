@@ -15,7 +15,9 @@ from strategies import FAMILIES, cases, models, samples_of, semantics
 from equivtests.cases.case import Case, Layout, Model, Optimizer, Semantics, dumps, loads
 from equivtests.cases.grid import GRID, LEDGER_CASES, RESTORE_CASES, TIERS, Row, fold, tier_of, too_large, worlds_of
 from equivtests.cases.grid import cases as tier_cases
+from equivtests.cases.layout import layout_of
 from equivtests.cases.parameters import initial, layers, parameters
+from equivtests.cases.split_grid import SPLIT_GRID
 from equivtests.cases.windows import Feed, decode_ids, empty_micro_batch, sample, window_of
 from equivtests.errors import CaseError
 from equivtests.reference.expectation import Expectation, expect
@@ -71,7 +73,7 @@ MALFORMED = {
     "case: not JSON: maximum recursion": "[" * 100_000,
     "case: expected an object, got []": "[]",
     "case: unknown field 'colour'": changed("colour", value="red"),
-    "case.model: unknown field 'heads'": changed("model", "heads", value=2),
+    "case.model: unknown field 'hats'": changed("model", "hats", value=2),
     "case: field 'model' is missing": without("model"),
     "case: field 'windows' is missing": without("windows"),
     "case.name: expected str, got 7": changed("name", value=7),
@@ -87,7 +89,7 @@ MALFORMED = {
     "case.optimizer.betas[1]: expected a finite number, got null": changed("optimizer", "betas", value=[0.5, None]),
     "case.windows: expected a list, got 3": changed("windows", value=3),
     'case.windows[0][1][0][0]: expected int, got "2"': changed("windows", 0, 1, 0, 0, value="2"),
-    "case.model.family: expected one of ['chain', 'linear', 'mlp', 'gpt', 'own'], got": changed(
+    "case.model.family: expected one of ['chain', 'linear', 'mlp', 'gated_mlp', 'gpt', 'moe', 'own'], got": changed(
         "model", "family", value="rnn"
     ),
     "case.optimizer.name: expected one of ['sgd',": changed("optimizer", "name", value="lion"),
@@ -110,7 +112,19 @@ INVALID: dict[str, dict[str, Any]] = {
     "model.features: linear has no 'tied'": {"model": Model("linear", features=("tied",))},
     "model.features must be sorted and unique": {"model": Model("linear", features=("unused", "bias"))},
     "model.inputs must be at least 2": {"model": Model("linear", inputs=1)},
-    "model.width of gpt must be even": {"model": Model("gpt", width=3)},
+    "model.width 3 of gpt must be divisible by its 2 heads": {"model": Model("gpt", width=3)},
+    "model.heads and top_k must be at least 1": {"model": Model("gpt", heads=0)},
+    "model.kv_heads 3 must divide the 4 heads": {"model": Model("gpt", heads=4, kv_heads=3)},
+    "model.features: shared_kv is one head": {"model": Model("gpt", kv_heads=2, features=("shared_kv",))},
+    "model.length must be at least 4 for two documents": {"model": Model("gpt", length=3, features=("packed",))},
+    "model.experts: a moe has at least 2": {"model": Model("moe", experts=1)},
+    "model.experts: a moe has at least 2, other families have none": {"model": Model("gpt", experts=2)},
+    "model.top_k 3 must not exceed the 2 experts": {"model": Model("moe", experts=2, top_k=3)},
+    "model.capacity limits experts": {"model": Model("gpt", capacity=1)},
+    "model.numbers: moe has no exact arithmetic": {"model": Model("moe", experts=2, numbers="dyadic")},
+    "lengths: only gpt ignores what is cut off": {"lengths": (8,)},
+    "lengths must lie in 2..8": {"model": Model("gpt"), "lengths": (1,)},
+    "valid tokens must not exceed the length of their micro-batch": {"model": Model("gpt"), "lengths": (2,)},
     "model.length must be at least 8": {"model": Model("linear", length=7)},
     "model.length must be at least 2": {"model": Model("gpt", length=1), "windows": (((), ()),)},
     "model.vocabulary must be at least 13": {"model": Model("gpt", vocabulary=12)},
@@ -149,7 +163,7 @@ def test_ids_are_read_back_from_the_inputs_in_any_dtype(model: Model, seed: int,
     empty = empty_micro_batch(PLAIN.replace(model=model)).inputs
     inputs = np.stack([sample(model, seed, i)[0] for i in ids]) if ids else empty
     assert decode_ids(model, inputs).tolist() == ids
-    if model.family != "gpt":
+    if not model.decoder:
         for dtype in (torch.float32, torch.bfloat16):
             cast = torch.from_numpy(inputs).to(dtype).float().numpy()
             assert decode_ids(model, cast).tolist() == ids
@@ -158,7 +172,7 @@ def test_ids_are_read_back_from_the_inputs_in_any_dtype(model: Model, seed: int,
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_id_that_a_case_may_hold_is_read_back(family: Any) -> None:
     counts = tuple((0,) * 169 for _ in range(1))
-    case = Case("full", Model(family), ((counts,),), Layout(1))
+    case = Case("full", Model(family, experts=2 * (family == "moe")), ((counts,),), Layout(1))
     (batch,) = window_of(case, 0, 0).microbatches
     assert decode_ids(case.model, batch.inputs).tolist() == list(range(169))
 
@@ -350,6 +364,7 @@ def test_a_gradient_near_the_clip_epsilon_occurs() -> None:
 def test_every_optimizer_family_and_feature_occurs() -> None:
     drawn = [row.make(world, 0) for row, world in LINES]
     assert {c.optimizer.name for c in drawn} == {"sgd", "momentum", "adam", "adamw"}
-    assert {c.model.family for c in drawn} == set(FAMILIES)
+    split = {row.make(layout_of(row.layouts[0]) or Layout(1), 0).model.family for row in SPLIT_GRID}
+    assert {c.model.family for c in drawn} | split == set(FAMILIES)
     assert any(len(set(c.optimizer.schedule)) > 1 and c.updates > 1 for c in drawn)
     assert any(not c.optimizer.decay_vectors and c.optimizer.weight_decay and c.model.has("bias") for c in drawn)

@@ -37,7 +37,7 @@ IMPORTS = {
     "explain": "errors cases record reference judge ranks",
     "chapters": "errors own cases record reference adapters ranks judge explain",
     "mutants": "errors cases record models reference adapters ranks judge chapters",
-    "report": "own cases chapters judge",
+    "report": "own cases reference chapters judge",
     "cli": "campaign errors own cases adapters ranks judge explain chapters report",
     "campaign": "errors chapters judge ranks report",
     "suite": "campaign chapters explain mutants report",

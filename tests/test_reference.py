@@ -28,6 +28,12 @@ MOST_FEATURES = [(family, (feature,)) for family in FAMILIES for feature in feat
 ALL_FEATURES: list[tuple[Any, tuple[str, ...]]] = [(family, tuple(features_of(family))) for family in FAMILIES]
 
 
+def model_of(family: Any, features: tuple[str, ...], **sizes: int) -> Model:
+    """A small model; a moe has three experts, two of which take each token, as long as there is room."""
+    experts = {"experts": 3, "top_k": 2, "capacity": 5} if family == "moe" else {}
+    return Model(family, features=features, **(experts | sizes))
+
+
 # ------------------------------------------------------------------------------ modules against functions
 
 
@@ -69,15 +75,13 @@ def test_modules_and_reference_agree(family: Any, features: tuple[str, ...]) -> 
     windows = ((((5, 2), (1,), (0, 0)),), (((3,), (4, 1)),))
     if "pairs" in features:
         windows = ((((5, 2, 1),),), (((3, 4),),))
-    case = Case(
-        "agree", Model(family, depth=2, features=features), windows, Layout(1), precision=DOUBLE, accumulation=3
-    )
+    case = Case("agree", model_of(family, features, depth=2), windows, Layout(1), precision=DOUBLE, accumulation=3)
     assert_agree(case)
     assert_agree(case, update=1, draw=1)
 
 
-@settings(max_examples=60)
-@given(cases(leave_out=("pairs",), precisions=(DOUBLE,), worlds=(1,), updates=1, used=True))
+@settings(max_examples=100)
+@given(cases(leave_out=("pairs",), precisions=(DOUBLE,), worlds=(1,), updates=1, used=True, lengths=True))
 def test_modules_and_reference_agree_on_any_window(case: Case) -> None:
     assert_agree(case, floor=1.0)
 
@@ -88,10 +92,11 @@ def test_modules_and_reference_agree_on_any_window(case: Case) -> None:
         ("mlp", ("frozen",), {"layers.0.weight"}),
         ("mlp", ("unused",), {"unused.weight"}),
         ("gpt", ("frozen", "unused"), {"embedding.weight", "unused.weight"}),
+        ("moe", ("unused",), {"unused.weight"}),
     ],
 )
 def test_untouched_parameters_have_no_gradient(family: Any, features: tuple[str, ...], absent: set[str]) -> None:
-    case = Case("absent", Model(family, features=features), ((((3,),),),), Layout(1), precision=DOUBLE)
+    case = Case("absent", model_of(family, features), ((((3,),),),), Layout(1), precision=DOUBLE)
     weights = canonical_weights(case)
     assert set(weights) - set(one.gradients(case, PLAIN, 0, 0, weights).values) == absent
 
@@ -101,7 +106,7 @@ def test_every_feature_changes_something(family: Any, features: tuple[str, ...])
     """A feature that both sides ignore would agree, too. (Where the weight is stored changes nothing here.)"""
     windows = ((((5, 2), (3, 1)),),)
     plain, other = (
-        Case("switched", Model(family, features=f), windows, Layout(1), precision=DOUBLE, accumulation=2)
+        Case("switched", model_of(family, f), windows, Layout(1), precision=DOUBLE, accumulation=2)
         for f in ((), features)
     )
     a, b = (one.gradients(c, PLAIN, 0, 0, canonical_weights(c)) for c in (plain, other))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from equivtests.cases.parameters import Parameter
 from equivtests.reference import ledger
 from equivtests.reference.ledger import EXPECTED, BytesPerParameter, LedgerInput
+from equivtests.reference.schedules import SCHEDULES, prescribed
+from equivtests.reference.timeline import simulate
 
 EXAMPLES = json.loads((Path(__file__).parent / "data" / "worked-examples.json").read_text(encoding="utf-8"))
 GB, MIB = 10**9, 2**20
@@ -145,6 +148,88 @@ def test_half_of_an_all_reduce(example: dict[str, Any]) -> None:
 @pytest.mark.parametrize("example", entries("strategy_communication_units"))
 def test_units_of_data_parallel_communication(example: dict[str, Any]) -> None:
     assert ledger.ring_all_reduce_bytes(example["parameters"], example["ranks"]) == example["data_parallel"]
+
+
+UNITS: dict[str, Callable[[int, int, int], float]] = {
+    "2*(P-1)/P*s": lambda P, L, s: 2 * (P - 1) / P * s,
+    "2*L*ring(H)": lambda P, L, H: 2 * L * 2 * (P - 1) / P * H,
+    "2*H*(L-1)": lambda P, L, H: 2 * H * (L - 1),
+}
+
+
+@pytest.mark.parametrize("example", entries("strategy_communication_units"))
+def test_units_of_tensor_and_pipeline_parallel_communication(example: dict[str, Any]) -> None:
+    """Teaching units: one token, one stage per layer, two all-reduces per layer."""
+    layers, hidden, ranks = example["layers"], example["hidden"], example["ranks"]
+    assert ledger.tensor_parallel_bytes(layers, hidden, ranks) == example["tensor_parallel"]
+    assert ledger.pipeline_bytes(hidden, stages=layers) == example["pipeline_parallel"]
+
+
+@pytest.mark.parametrize("example", entries("strategy_communication_units", "formulas"))
+@pytest.mark.parametrize(("P", "L", "H"), [(1, 1, 3), (2, 3, 5), (4, 2, 4)])
+def test_unit_formulas(example: dict[str, Any], P: int, L: int, H: int) -> None:
+    formulas = example["formulas"]
+    assert ledger.ring_all_reduce_bytes(H, P) == pytest.approx(UNITS[formulas["ring"]](P, L, H))
+    assert ledger.tensor_parallel_bytes(L, H, P) == pytest.approx(UNITS[formulas["tensor"]](P, L, H))
+    assert ledger.pipeline_bytes(H, L) == UNITS[formulas["pipeline"]](P, L, H)
+    assert ledger.tensor_parallel_bytes(L, H, P, all_reduces=4) == 2 * ledger.tensor_parallel_bytes(L, H, P)
+
+
+@pytest.mark.parametrize("example", entries("tensor_parallel"))
+def test_tensor_parallel(example: dict[str, Any]) -> None:
+    x, weight, whole = example["X"], example["W"], example["full_output"]
+    columns, rows = (shards(x, weight, 2) for shards in (ledger.column_shard_outputs, ledger.row_shard_outputs))
+    combined: dict[str, list[float]] = {
+        "concatenate": [value for part in columns for value in part],
+        "sum": [sum(values) for values in zip(*rows, strict=True)],
+        "average": ledger.averaged_gradient(rows),
+    }
+    assert rows == example["row_partial_outputs"]
+    assert ledger.linear(x, weight) == whole
+    assert combined[example["column_shards_combine"]] == combined[example["combine_row_partials"]] == whole
+    assert combined[example["wrong_combine"]] != whole
+
+
+# ----------------------------------------------------------------------------------------------- pipelines
+
+
+def idle_of(schedule: str, example: dict[str, Any]) -> Fraction:
+    """By simulation of the prescribed order; the closed form agrees."""
+    numbers = example["stages"], example.get("chunks_per_stage", 1), example["micro_batches"]
+    idle = simulate(prescribed(schedule, *numbers)).idle
+    assert SCHEDULES[schedule].idle_fraction(*numbers) == idle
+    return idle
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("field", ["utilization", "idle_fraction"])
+def test_pipeline_bubble(schedule: str, field: str) -> None:
+    for example in entries("pipeline_bubble", field):
+        idle = idle_of(schedule, example)
+        assert {"utilization": 1 - idle, "idle_fraction": idle}[field] == Fraction(str(example[field]))
+
+
+@pytest.mark.parametrize("example", entries("pipeline_bubble", "idle_fraction_interleaved"))
+def test_interleaved_pipeline_bubble(example: dict[str, Any]) -> None:
+    assert idle_of("interleaved-1f1b", example) == Fraction(example["idle_fraction_interleaved"])
+
+
+BUBBLES: dict[str, Callable[[int, int, int], Fraction]] = {
+    "M/(M+P-1)": lambda P, V, M: 1 - Fraction(M, M + P - 1),
+    "(P-1)/(M+P-1)": lambda P, V, M: Fraction(P - 1, M + P - 1),
+    "(P-1)/(V*M+P-1)": lambda P, V, M: Fraction(P - 1, V * M + P - 1),
+}
+"""Idle fractions by the text of the formula; a utilization is what they leave."""
+
+
+@pytest.mark.parametrize("example", entries("pipeline_bubble", "formula_idle"))
+@pytest.mark.parametrize(("P", "V", "M"), [(1, 1, 2), (3, 1, 4), (4, 1, 8), (2, 3, 4), (4, 2, 8)])
+def test_bubble_formulas(example: dict[str, Any], P: int, V: int, M: int) -> None:
+    interleaved = SCHEDULES["interleaved-1f1b"].idle_fraction(P, V, M)
+    assert interleaved == BUBBLES[example["formula_idle_interleaved"]](P, V, M)
+    for schedule in ("gpipe", "1f1b"):
+        idle = SCHEDULES[schedule].idle_fraction(P, 1, M)
+        assert idle == BUBBLES[example["formula_idle"]](P, 1, M) == BUBBLES[example["formula_utilization"]](P, 1, M)
 
 
 # -------------------------------------------------------------------------------------------------- memory

@@ -6,11 +6,13 @@ An adapter class is made without arguments, once per run and rank. The suite set
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from equivtests.cases.case import FEATURES, Case, Semantics
+from equivtests.cases.case import FEATURES, Case, Model, Semantics
+from equivtests.cases.layout import Layout
 from equivtests.cases.windows import Feed, Window
 from equivtests.record.observation import KINDS, Observe
 from equivtests.reference.ledger import EXPECTED, Cut
@@ -18,7 +20,8 @@ from equivtests.reference.ledger import EXPECTED, Cut
 if TYPE_CHECKING:
     from equivtests.adapters.context import Ranks
 
-ALL_FAMILIES = frozenset({"chain", "linear", "mlp", "gpt", "own"})
+ALL_AXES = frozenset({"dp", "cp", "tp", "pp", "ep"})
+ALL_FAMILIES = frozenset({"chain", "linear", "mlp", "gated_mlp", "gpt", "moe", "own"})
 PLAIN_FEATURES = frozenset({"bias", "frozen", "qk_norm", "shared_kv", "tied", "transposed"})
 ALL_OPTIMIZERS = frozenset({"sgd", "momentum", "adam", "adamw"})
 MANDATORY = frozenset({"inputs", "loss", "gradient", "weight"})
@@ -44,6 +47,11 @@ class KnownDivergence:
 class Strategy:
     """What an adapter promises of one strategy. Closed by default: only what is listed is run.
 
+    axes: the parallel axes of the layouts that it is for, of dp, cp, tp, pp and ep. It is run on layouts in which just the
+    others than dp have more than one rank, and dp too where it is named. virtual: stages that a pipeline rank may have.
+    schedule: row of `reference.schedules.SCHEDULES` that a pipeline follows. microbatches: how many it takes: any number, at least
+    as many as pipeline ranks, at least twice as many, or multiples of the pipeline ranks. equal_rows: all micro-batches of a window
+    have equal numbers of rows, on every rank. uneven: sizes that are cut may be such that the ranks do not divide them.
     precisions: labels such as "float32", "float64", "float32/bfloat16/float32" (`Precision.label`).
     clips: orders of the norm that clipping may use; schedules, decays: whether learning-rate schedules and weight decay are
     supported. denominators: the values of `Semantics.denominator` that a case may ask for.
@@ -58,6 +66,12 @@ class Strategy:
 
     name: str
     worlds: frozenset[int] = frozenset({1, 2, 3, 4})
+    axes: frozenset[str] = frozenset({"dp"})
+    virtual: frozenset[int] = frozenset({1})
+    schedule: str | None = None
+    microbatches: Literal["any", "stages", "twice", "multiple"] = "any"
+    equal_rows: bool = False
+    uneven: bool = True
     families: frozenset[str] = ALL_FAMILIES
     features: frozenset[str] = PLAIN_FEATURES
     optimizers: frozenset[str] = ALL_OPTIMIZERS
@@ -82,6 +96,7 @@ class Strategy:
     def __post_init__(self) -> None:
         words = (
             ("algorithm", {self.algorithm} if self.algorithm else (), EXPECTED),
+            ("axes", self.axes, ALL_AXES),
             ("families", self.families, ALL_FAMILIES),
             ("features", self.features, FEATURES),
             ("optimizers", self.optimizers, ALL_OPTIMIZERS),
@@ -96,12 +111,17 @@ class Strategy:
                     f"strategy {self.name!r}: {field_name}: unknown {unknown[0]!r}; known are {words_known}"
                 )
 
+    def meant_for(self, layout: Layout) -> bool:
+        """Whether cases of a layout are in this strategy's grid at all; what it then refuses is listed as not claimed."""
+        return layout.splits == self.axes - {"dp"}
+
     def refusal(self, case: Case) -> str | None:
         """Why this strategy does not claim the case, or None if it does."""
         model, precision, optimizer = case.model, case.precision, case.optimizer
         extra = sorted(set(model.features) - self.features)
         reasons = (
             (case.layout.world not in self.worlds, f"world size {case.layout.world}"),
+            *self._refused_layouts(case),
             (model.family not in self.families, f"model {model.family}"),
             (bool(extra), f"feature {', '.join(extra)}"),
             (optimizer.name not in self.optimizers, f"optimizer {optimizer.name}"),
@@ -120,6 +140,20 @@ class Strategy:
         )
         return next((reason for applies, reason in reasons if applies), None)
 
+    def _refused_layouts(self, case: Case) -> Iterator[tuple[bool, str]]:
+        """(whether it applies, reason) for what a layout, and micro-batches, may be like."""
+        layout, counts = case.layout, {len(rank) for window in case.windows for rank in window}
+        yield not layout.axes <= self.axes, f"axis {', '.join(sorted(layout.axes - self.axes))}"
+        yield self.meant_for(layout) is False, f"layout {layout.label}: it is for axes {', '.join(sorted(self.axes))}"
+        yield layout.virtual not in self.virtual, f"{layout.virtual} stages per pipeline rank"
+        least = {"any": 0, "multiple": 1, "stages": layout.pp, "twice": 2 * layout.pp}[self.microbatches]
+        yield min(counts) < least, f"fewer than {least} micro-batches for {layout.pp} pipeline ranks"
+        divides = self.microbatches != "multiple" or all(n % layout.pp == 0 for n in counts)
+        yield not divides, f"numbers of micro-batches that {layout.pp} pipeline ranks do not divide"
+        yield self.equal_rows and unequal_rows(case), "micro-batches with unequal numbers of rows"
+        uncut = undivided(case) if not self.uneven else ""
+        yield bool(uncut), f"{uncut} that {layout.tp} tensor ranks do not divide"
+
     def contract(self, case: Case) -> Semantics:
         """The semantics that a run of this strategy is judged by."""
         return self.semantics or case.semantics
@@ -128,6 +162,26 @@ class Strategy:
 def is_ragged(case: Case) -> bool:
     """Whether some window gives ranks unequal numbers of micro-batches."""
     return any(len({len(rank) for rank in window}) > 1 for window in case.windows)
+
+
+def unequal_rows(case: Case) -> bool:
+    """Whether the micro-batches of some window have unequal numbers of rows."""
+    return any(len({len(rows) for rank in window for rows in rank}) > 1 for window in case.windows)
+
+
+def undivided(case: Case) -> str:
+    """Sizes of the model that its tensor ranks do not divide, in words, or ""."""
+    sizes = {f"{name} {size}": size for name, size in cut_sizes(case.model).items()}
+    return ", ".join(name for name, size in sizes.items() if size % case.layout.tp)
+
+
+def cut_sizes(model: Model) -> dict[str, int]:
+    """The sizes that tensor parallelism cuts, by name."""
+    if model.family in ("gpt", "moe"):
+        return {"heads": model.heads, "key/value heads": model.kv, "hidden width": 2 * model.width, "vocabulary": model.vocabulary}
+    if model.family == "linear":
+        return {"inputs": model.inputs, "outputs": model.outputs}
+    return {"width": model.width}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ TEXTBOOK = (
     "equivtests.adapters.textbook.zero:Zero1",
     "equivtests.adapters.textbook.zero:Zero2",
     "equivtests.adapters.textbook.zero:Zero3",
+    "equivtests.adapters.textbook.tensor:TensorParallel",
 )
 NATIVE = (
     "equivtests.adapters.native.ddp:DDP",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,25 @@ def to_numpy(tensor: Tensor) -> tuple[np.ndarray, str]:
 
 
 def dtensor_place(tensor: Any) -> Place:
-    """Place of this rank's part of a DTensor (Shard and Replicate placements)."""
-    from torch.distributed.tensor import Replicate
+    """Place of this rank's part of a DTensor (Shard, Replicate and Partial placements).
+
+    replica: number of the copy among those of the DTensor's own mesh.
+    """
+    from torch.distributed.tensor import Partial, Replicate
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, mesh = tuple(tensor.shape), tensor.device_mesh
     local, offset = compute_local_shape_and_global_offset(shape, mesh, tensor.placements)
     box = tuple((o, o + n) for o, n in zip(offset, local, strict=True))
-    replica = 0
+    replica, parts = 0, 1
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
             replica = replica * mesh.size(axis) + mesh.get_local_rank(axis)
-    return Place(shape, box=box, replica=replica)
+        if isinstance(placement, Partial):
+            parts *= mesh.size(axis)
+    if parts == 1:
+        return Place(shape, box=box, replica=replica)
+    return Place(shape, box=box, replica=replica, partial="sum", parts=parts)
 
 
 def show(
@@ -45,9 +53,15 @@ def show(
     replica: int = 0,
     microbatch: int | None = None,
 ) -> None:
-    """Observe a torch tensor. DTensors carry their place; others are whole (copy number `replica`) unless `place` says."""
+    """Observe a torch tensor. Unless `place` says where it belongs, DTensors carry their place, and others are whole.
+
+    replica: number of the copy; of a DTensor, number of the mesh among those that each hold all copies of its own.
+    """
     if type(tensor).__name__ == "DTensor":
-        place, tensor = dtensor_place(tensor), tensor.to_local()
+        if place is None:
+            within = dtensor_place(tensor)
+            place = replace(within, replica=replica * tensor.device_mesh.size() + within.replica)
+        tensor = tensor.to_local()
     array, tag = to_numpy(tensor)
     where = place or Place(tuple(array.shape), replica=replica)
     observe(kind, name, array, update=update, microbatch=microbatch, place=where, dtype=tag)

@@ -143,8 +143,16 @@ class TorchAdapter(Adapter):
     def count(self, window: Window) -> Counts:
         """Tokens and rows of every micro-batch number, added up over all ranks."""
         table = self.own_counts(window).to(self.ranks.device)
-        dist.all_reduce(table)
+        dist.all_reduce(table, group=self.data_group())
         return Counts(table.cpu().numpy())
+
+    def data_group(self) -> Any:
+        """The process group of the ranks that are fed different parts of a window (None: all ranks)."""
+        return None
+
+    def averaged(self) -> int:
+        """W: over how many ranks gradients and losses are averaged."""
+        return self.ranks.world
 
     def own_counts(self, window: Window) -> Tensor:
         """This rank's tokens, rows and presence of every micro-batch number; int64 (K, 3)."""
@@ -188,11 +196,11 @@ class TorchAdapter(Adapter):
     def factor(self, term: str, k: int, batch: MicroBatch) -> float:
         """Factor on a summed loss term, W / (window total) unless the case asks for another span."""
         if TERM_DENOMINATOR[term] == "rows":
-            return self.ranks.world / int(self.counts.rows.sum())
+            return self.averaged() / int(self.counts.rows.sum())
         return self.token_factor(self.case.semantics.denominator, k, batch)
 
     def token_factor(self, span: str, k: int, batch: MicroBatch) -> float:
-        world, tokens = self.ranks.world, self.counts.tokens
+        world, tokens = self.averaged(), self.counts.tokens
         if span == "window":
             return world / int(tokens.sum())
         if span == "microbatch":
@@ -302,9 +310,13 @@ class TorchAdapter(Adapter):
     def show_update(self, observe: Observe, loss: Tensor) -> None:
         update = self.window.update
         self.show_inputs(observe)
-        observe("loss", "loss", loss.numpy(), update=update, place=Place((), partial="mean"))
+        observe("loss", "loss", loss.numpy(), update=update, place=self.loss_place())
         for name, gradient, place in self.gradients():
             show(observe, "gradient", name, gradient, update=update, place=place)
+
+    def loss_place(self) -> Place:
+        """The mean over the ranks is the window's loss."""
+        return Place((), partial="mean")
 
     def show_rate(self, observe: Observe) -> None:
         """The learning rate that the optimizer is about to use."""

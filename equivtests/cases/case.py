@@ -13,8 +13,9 @@ import sys
 import types
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+from equivtests.cases.layout import Layout
 from equivtests.errors import CaseError
 
 SCHEMA = 1
@@ -22,32 +23,40 @@ LARGEST = sys.float_info.max
 MAX_SAMPLES = 169  # what two tokens of the smallest vocabulary, and eight bits, can both number
 
 FEATURES: dict[str, tuple[str, ...]] = {
-    "bias": ("linear", "mlp", "gpt"),
-    "conditional": ("mlp", "gpt"),
-    "dropout": ("mlp", "gpt"),
-    "extra_head": ("gpt",),
-    "frozen": ("mlp", "gpt"),
+    "balance": ("moe",),
+    "bias": ("linear", "mlp", "gated_mlp", "gpt", "moe"),
+    "conditional": ("mlp", "gpt", "moe"),
+    "dropout": ("mlp", "gpt", "moe"),
+    "extra_head": ("gpt", "moe"),
+    "frozen": ("mlp", "gated_mlp", "gpt", "moe"),
+    "gated": ("gpt", "moe"),
+    "packed": ("gpt", "moe"),
     "pairs": ("mlp",),
-    "qk_norm": ("gpt",),
+    "qk_norm": ("gpt", "moe"),
     "running": ("mlp",),
-    "shared_kv": ("gpt",),
-    "tied": ("gpt",),
+    "shared_kv": ("gpt", "moe"),
+    "smoothing": ("gpt", "moe"),
+    "tied": ("gpt", "moe"),
     "transposed": ("linear", "mlp"),
-    "unused": ("linear", "mlp", "gpt"),
-    "z_loss": ("gpt",),
+    "unused": ("linear", "mlp", "gated_mlp", "gpt", "moe"),
+    "z_loss": ("gpt", "moe"),
 }
 """Switches that bugs hide behind, and the model families that have them."""
 
 FEATURE_MEANING = {
+    "balance": "an auxiliary loss on how evenly a router spreads the tokens of each row over its experts",
     "bias": "biases beside the weights (never on attention keys: that gradient is analytically zero)",
     "conditional": "a branch that only the first micro-batch of each rank uses",
     "dropout": "dropout with decisions keyed by (draw, sample id), the draw being the number of updates made",
     "extra_head": "a second prediction head with its own loss term",
     "frozen": "the first weight takes no gradient",
+    "gated": "a feedforward of down(silu(gate) · up)",
+    "packed": "several documents in a row: token 0 ends one; positions restart, and attention stays inside",
     "pairs": "a loss over pairs of samples that lie on different ranks",
     "qk_norm": "norms on queries and keys",
     "running": "a buffer with the running mean of the hidden activations",
     "shared_kv": "one key/value head for all query heads",
+    "smoothing": "label smoothing in the token losses",
     "tied": "output head and embedding are one parameter",
     "transposed": "the first weight is stored transposed (not contiguous)",
     "unused": "a parameter that no forward pass touches: its gradient is absent, which is not zero",
@@ -57,12 +66,15 @@ FEATURE_MEANING = {
 
 @dataclass(frozen=True)
 class Model:
-    """A tiny model. `inputs`, `outputs`: features of linear and mlp; `depth`: layers, or factors of a chain.
+    """A tiny model. `inputs`, `outputs`: features of linear, mlp and gated_mlp; `depth`: layers, or factors of a chain.
 
+    heads, kv_heads: attention heads of queries, and of keys and values (0: as many; the feature shared_kv: one).
+    experts, top_k: of the layers of a moe, and how many of them take each token; capacity: most tokens of each row that an
+    expert takes, the first ones (0: no limit).
     Family own: a user's model, whose class `own` names ("module:Class"); only `length` says something of it, too.
     """
 
-    family: Literal["chain", "linear", "mlp", "gpt", "own"]
+    family: Literal["chain", "linear", "mlp", "gated_mlp", "gpt", "moe", "own"]
     width: int = 8
     depth: int = 2
     inputs: int = 5
@@ -72,6 +84,22 @@ class Model:
     features: tuple[str, ...] = ()
     numbers: Literal["real", "dyadic"] = "real"
     own: str = ""
+    heads: int = 2
+    kv_heads: int = 0
+    experts: int = 0
+    top_k: int = 1
+    capacity: int = 0
+    LATER: ClassVar[frozenset[str]] = frozenset({"heads", "kv_heads", "experts", "top_k", "capacity"})
+
+    @property
+    def decoder(self) -> bool:
+        """Whether it reads and predicts tokens, with attention."""
+        return self.family in ("gpt", "moe")
+
+    @property
+    def kv(self) -> int:
+        """Heads of keys and values."""
+        return 1 if self.has("shared_kv") else self.kv_heads or self.heads
 
     def has(self, feature: str) -> bool:
         return feature in self.features
@@ -127,23 +155,6 @@ DOUBLE = Precision("float64", "float64", "float64")
 
 
 @dataclass(frozen=True)
-class Layout:
-    """`dp` data-parallel ranks; `replicate` copies of the shards (HSDP mesh: replicate x dp/replicate)."""
-
-    dp: int = 4
-    replicate: int = 1
-
-    @property
-    def world(self) -> int:
-        return self.dp
-
-    @property
-    def shard(self) -> int:
-        """Ranks that one copy of the model is cut over, where the strategy shards."""
-        return self.dp // self.replicate
-
-
-@dataclass(frozen=True)
 class Semantics:
     """The arithmetic contract of an update; each field is one decision, the defaults are those of one device.
 
@@ -187,6 +198,7 @@ class Case:
 
     `accumulation`: the configured number of micro-batches per rank and update; a window may have fewer, or unequal
     numbers. `magnitude`: a power of two on the loss. `semantics.denominator`: the span that the token total is taken over.
+    `lengths`: sequence length by micro-batch number, over and over; (): model.length everywhere.
     """
 
     name: str
@@ -199,7 +211,9 @@ class Case:
     magnitude: float = 1.0
     seed: int = 0
     semantics: Semantics = field(default_factory=Semantics)
+    lengths: tuple[int, ...] = ()
     schema: int = SCHEMA
+    LATER: ClassVar[frozenset[str]] = frozenset({"lengths"})
 
     def __post_init__(self) -> None:
         validate(self)
@@ -217,6 +231,10 @@ class Case:
     def save_after(self) -> int:
         """Number of windows after which the restore chapter saves: the middle one, never the last."""
         return max(1, self.updates // 2)
+
+    def length(self, microbatch: int) -> int:
+        """Sequence length of every micro-batch of this number."""
+        return self.lengths[microbatch % len(self.lengths)] if self.lengths else self.model.length
 
     def tokens(self, update: int) -> int:
         """Valid tokens of a whole window."""
@@ -240,7 +258,7 @@ def _power_of_two(x: float) -> bool:
 def _rules(case: Case) -> list[tuple[bool, str]]:
     model, layout, counts = case.model, case.layout, _counts(case)
     misplaced = [f for f in model.features if model.family not in FEATURES.get(f, ())]
-    least, inexact = {"gpt": 2, "own": 1}.get(model.family, 8), ("gpt", "own")
+    least = {"gpt": 2, "moe": 2, "own": 1}.get(model.family, 8)
     return [
         (bool(case.name), "name is empty"),
         (case.schema == SCHEMA, f"schema is {case.schema}; this version reads {SCHEMA}"),
@@ -248,20 +266,19 @@ def _rules(case: Case) -> list[tuple[bool, str]]:
         (list(model.features) == sorted(set(model.features)), "model.features must be sorted and unique"),
         (min(model.width, model.depth, model.length, model.outputs) >= 1, "model sizes must be at least 1"),
         (model.inputs >= 2, "model.inputs must be at least 2"),
-        (model.family != "gpt" or model.width % 2 == 0, "model.width of gpt must be even (two heads)"),
+        *_decoder_rules(model),
         ((model.family == "own") == bool(model.own), "model.own names a class for family own, and for no other"),
         (model.length >= least, f"model.length must be at least {least} (it carries the sample id)"),
-        (model.family != "gpt" or model.vocabulary >= 13, "model.vocabulary must be at least 13"),
         (_trains(model), "model.features: frozen leaves nothing to train in an mlp of depth 1 without bias"),
         (
-            not case.exact or model.family not in inexact,
+            not case.exact or model.family in ("chain", "linear", "mlp"),
             f"model.numbers: {model.family} has no exact arithmetic; use real",
         ),
-        (layout.dp >= 1 and layout.replicate >= 1, "layout degrees must be at least 1"),
-        (layout.dp % max(1, layout.replicate) == 0, f"layout.replicate {layout.replicate} must divide dp {layout.dp}"),
+        *layout.problems(model.depth),
         (bool(case.windows), "windows is empty; give at least one update"),
         (all(len(w) == layout.dp for w in case.windows), f"every window needs {layout.dp} ranks (layout.dp)"),
         (all(0 <= n <= model.length for n in counts), f"valid tokens must lie in 0..{model.length} (model.length)"),
+        *_length_rules(case),
         (len(counts) <= MAX_SAMPLES, f"{len(counts)} samples; a case holds at most {MAX_SAMPLES}"),
         (case.accumulation >= 1, "accumulation must be at least 1"),
         (_longest(case) <= case.accumulation, f"a rank has more micro-batches than accumulation {case.accumulation}"),
@@ -270,6 +287,39 @@ def _rules(case: Case) -> list[tuple[bool, str]]:
         (bool(case.optimizer.schedule), "optimizer.schedule is empty; use [1.0]"),
         (case.optimizer.clip is None or case.optimizer.clip > 0, "optimizer.clip must be positive or null"),
         (case.seed >= 0, "seed must not be negative"),
+    ]
+
+
+def _decoder_rules(model: Model) -> list[tuple[bool, str]]:
+    """What holds of attention, vocabulary and experts."""
+    heads, experts = model.heads, model.experts
+    some = min(heads, model.kv_heads + 1, model.top_k, model.capacity + 1) >= 1
+    fits = not model.decoder or not some or model.width % heads == 0
+    shares = not some or heads % model.kv == 0
+    moe = model.family == "moe"
+    return [
+        (some, "model.heads and top_k must be at least 1, kv_heads and capacity not negative"),
+        (fits, f"model.width {model.width} of {model.family} must be divisible by its {heads} heads"),
+        (shares, f"model.kv_heads {model.kv_heads} must divide the {heads} heads"),
+        (not model.has("shared_kv") or model.kv_heads <= 1, "model.features: shared_kv is one head; drop kv_heads"),
+        (not model.decoder or model.vocabulary >= 13, "model.vocabulary must be at least 13"),
+        (not model.has("packed") or model.length >= 4, "model.length must be at least 4 for two documents (packed)"),
+        (experts >= 2 if moe else experts == 0, "model.experts: a moe has at least 2, other families have none"),
+        (model.top_k <= max(1, experts), f"model.top_k {model.top_k} must not exceed the {experts} experts"),
+        (moe or model.capacity == 0, "model.capacity limits experts, which only a moe has"),
+    ]
+
+
+def _length_rules(case: Case) -> list[tuple[bool, str]]:
+    """What holds where micro-batches have sequence lengths of their own."""
+    fits = all(
+        n <= case.length(k) for window in case.windows for rank in window for k, rows in enumerate(rank) for n in rows
+    )
+    longest = case.model.length
+    return [
+        (not case.lengths or case.model.family == "gpt", "lengths: only gpt ignores what is cut off; leave them out"),
+        (all(2 <= n <= longest for n in case.lengths), f"lengths must lie in 2..{longest} (model.length)"),
+        (fits, "valid tokens must not exceed the length of their micro-batch (lengths)"),
     ]
 
 
@@ -290,7 +340,16 @@ def _longest(case: Case) -> int:
 
 def to_json(value: Any) -> Any:
     """Plain JSON data of a case or of any of its parts."""
-    return json.loads(json.dumps(dataclasses.asdict(value), default=sorted))
+    return json.loads(json.dumps(_plain(value), default=sorted))
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dictionaries. Fields that a class names in LATER stand there only if they say something."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    later: frozenset[str] = getattr(value, "LATER", frozenset())
+    kept = (f for f in dataclasses.fields(value) if f.name not in later or getattr(value, f.name) != f.default)
+    return {f.name: _plain(getattr(value, f.name)) for f in kept}
 
 
 def dumps(case: Case) -> str:

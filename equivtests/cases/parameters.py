@@ -86,6 +86,10 @@ def _mlp(model: Model) -> Iterator[Parameter]:
         yield Parameter("branch.weight", (model.outputs, model.inputs))
 
 
+def _gated_mlp(model: Model) -> Iterator[Parameter]:
+    yield from _gated(model, "", model.inputs, model.width, model.outputs)
+
+
 def _gpt(model: Model) -> Iterator[Parameter]:
     width, bias = model.width, model.has("bias")
     yield Parameter("embedding.weight", (model.vocabulary, width))
@@ -108,21 +112,45 @@ def _norm(name: str, width: int, bias: bool) -> Iterator[Parameter]:
 
 
 def _block(name: str, model: Model) -> Iterator[Parameter]:
-    width, bias, heads = model.width, model.has("bias"), 2
-    shared = width // heads if model.has("shared_kv") else width
+    width, bias, size = model.width, model.has("bias"), model.width // model.heads
+    shared = model.kv * size
     yield from _norm(f"{name}.norm1", width, bias)
     for part, rows in (("q", width), ("k", shared), ("v", shared), ("o", width)):
         yield Parameter(f"{name}.attention.{part}.weight", (rows, width))
         if bias and part != "k":
             yield Parameter(f"{name}.attention.{part}.bias", (rows,), 0.25)
     if model.has("qk_norm"):
-        yield Parameter(f"{name}.attention.q_norm.weight", (width // heads,), 0.25, 1.0)
-        yield Parameter(f"{name}.attention.k_norm.weight", (width // heads,), 0.25, 1.0)
+        yield Parameter(f"{name}.attention.q_norm.weight", (size,), 0.25, 1.0)
+        yield Parameter(f"{name}.attention.k_norm.weight", (size,), 0.25, 1.0)
     yield from _norm(f"{name}.norm2", width, bias)
-    for part, shape in (("up", (2 * width, width)), ("down", (width, 2 * width))):
-        yield Parameter(f"{name}.mlp.{part}.weight", shape)
-        if bias:
-            yield Parameter(f"{name}.mlp.{part}.bias", (shape[0],), 0.25)
+    if not model.experts:
+        yield from _feedforward(f"{name}.mlp.", model)
+        return
+    yield Parameter(f"{name}.moe.router.weight", (model.experts, width))
+    for expert in range(model.experts):
+        yield from _feedforward(f"{name}.moe.experts.{expert}.", model)
+
+
+def _feedforward(prefix: str, model: Model) -> Iterator[Parameter]:
+    """The one of a block, or one expert."""
+    sizes = (model.width, 2 * model.width, model.width)
+    yield from _gated(model, prefix, *sizes) if model.has("gated") else _two_layers(model, prefix, *sizes)
+
+
+def _gated(model: Model, prefix: str, inputs: int, hidden: int, outputs: int) -> Iterator[Parameter]:
+    yield from _affine(model, f"{prefix}gate", (hidden, inputs))
+    yield from _two_layers(model, prefix, inputs, hidden, outputs)
+
+
+def _two_layers(model: Model, prefix: str, inputs: int, hidden: int, outputs: int) -> Iterator[Parameter]:
+    yield from _affine(model, f"{prefix}up", (hidden, inputs))
+    yield from _affine(model, f"{prefix}down", (outputs, hidden))
+
+
+def _affine(model: Model, name: str, shape: tuple[int, int]) -> Iterator[Parameter]:
+    yield Parameter(f"{name}.weight", shape)
+    if model.has("bias"):
+        yield Parameter(f"{name}.bias", shape[:1], 0.25)
 
 
 def _own(model: Model) -> Iterator[Parameter]:
@@ -131,4 +159,12 @@ def _own(model: Model) -> Iterator[Parameter]:
         yield Parameter(name, value.shape, trained=name in own.trained)
 
 
-_FAMILIES = {"chain": _chain, "linear": _linear, "mlp": _mlp, "gpt": _gpt, "own": _own}
+_FAMILIES = {
+    "chain": _chain,
+    "linear": _linear,
+    "mlp": _mlp,
+    "gated_mlp": _gated_mlp,
+    "gpt": _gpt,
+    "moe": _gpt,
+    "own": _own,
+}

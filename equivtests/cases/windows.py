@@ -12,13 +12,15 @@ from equivtests.cases.case import MAX_SAMPLES, Case, Model
 from equivtests.own import loaded
 
 ID_BITS = 8
+DOCUMENT_END = 0
+"""The token that ends a document in a packed row; the next position begins another one."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """What one rank feeds forward at once; N rows of L positions.
 
-    inputs: gpt: int64 (N, L); else float64 (N, L, features). targets: gpt: int64 (N, L); else float64 (N, L, outputs).
+    inputs, targets of gpt and moe: int64 (N, L); else float64 (N, L, features) and (N, L, outputs).
     A user's own model has samples of its own: inputs and targets are N of them, stacked.
     valid: bool (N, L). ids: int64 (N,), for the dropout stream only. conditional: whether the optional branch is on.
     """
@@ -59,22 +61,25 @@ def sample_ids(case: Case, update: int, rank: int, microbatch: int) -> list[int]
 
 
 def window_of(case: Case, update: int, rank: int) -> Window:
-    """The micro-batches that `rank` is to feed for `update`."""
+    """The micro-batches that the data-parallel rank `rank` is to feed for `update`."""
     micros = case.windows[update][rank]
     batches = [
-        micro_batch(case.model, case.seed, sample_ids(case, update, rank, k), list(rows), k == 0)
+        micro_batch(case.model, case.seed, sample_ids(case, update, rank, k), list(rows), k == 0, case.length(k))
         for k, rows in enumerate(micros)
     ]
     return Window(update, tuple(batches))
 
 
-def micro_batch(model: Model, seed: int, ids: list[int], counts: list[int], conditional: bool) -> MicroBatch:
-    """Arrays of the samples with the given ids and numbers of valid tokens."""
-    samples = [sample(model, seed, i) for i in ids]
-    valid = np.zeros((len(ids), model.length), dtype=bool)
+def micro_batch(
+    model: Model, seed: int, ids: list[int], counts: list[int], conditional: bool, length: int | None = None
+) -> MicroBatch:
+    """Arrays of the samples with the given ids and numbers of valid tokens, cut to their first `length` positions."""
+    length = model.length if length is None else length
+    samples = [_cut(model, sample(model, seed, i), length) for i in ids]
+    valid = np.zeros((len(ids), length), dtype=bool)
     for row, (i, count) in enumerate(zip(ids, counts, strict=True)):
-        valid[row, numbers.ranking(seed, f"valid.{i}", model.length)[:count]] = True
-    empty_x, empty_y = sample(model, seed, 0)
+        valid[row, numbers.ranking(seed, f"valid.{i}", length)[:count]] = True
+    empty_x, empty_y = _cut(model, sample(model, seed, 0), length)
     return MicroBatch(
         inputs=np.stack([x for x, _ in samples]) if samples else empty_x[None][:0],
         targets=np.stack([y for _, y in samples]) if samples else empty_y[None][:0],
@@ -84,6 +89,12 @@ def micro_batch(model: Model, seed: int, ids: list[int], counts: list[int], cond
     )
 
 
+def _cut(model: Model, arrays: tuple[np.ndarray, np.ndarray], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first positions of a sample; what the axes of a user's own samples mean is not known."""
+    inputs, targets = arrays
+    return arrays if model.own else (inputs[:length], targets[:length])
+
+
 def empty_micro_batch(case: Case) -> MicroBatch:
     """A micro-batch without rows, for a rank that has to take part in a collective without data."""
     return micro_batch(case.model, case.seed, [], [], False)
@@ -91,19 +102,26 @@ def empty_micro_batch(case: Case) -> MicroBatch:
 
 @lru_cache(maxsize=4096)
 def sample(model: Model, seed: int, sample_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """(inputs, targets) of one sample. The id stands in the inputs: base-V digits for gpt, bits for the others."""
+    """(inputs, targets) of one sample. The id stands in the inputs: base-V digits for tokens, bits for the others."""
     if model.own:
         return loaded(model.own).sample(sample_id)
-    if model.family == "gpt":
-        drawn = numbers.integers(seed, f"tokens.{sample_id}", model.length + 1, model.vocabulary)
-        drawn[0], drawn[1] = sample_id % model.vocabulary, sample_id // model.vocabulary
-        return drawn[:-1], drawn[1:]
+    if model.decoder:
+        return _tokens(model, seed, sample_id)
     draw = numbers.ternary if model.numbers == "dyadic" else numbers.real
     bits = (sample_id >> np.arange(ID_BITS)) & 1
     width, height = (1, 1) if model.family == "chain" else (model.inputs, model.outputs)
     inputs = draw(seed, f"inputs.{sample_id}", (model.length, width))
     inputs[:ID_BITS, 0] = bits if model.family != "chain" else 1 + bits
     return inputs, draw(seed, f"targets.{sample_id}", (model.length, height))
+
+
+def _tokens(model: Model, seed: int, sample_id: int) -> tuple[np.ndarray, np.ndarray]:
+    """A row of tokens and what follows each, int64 (L,). Packed rows have a document's end (token 0) inside."""
+    drawn = numbers.integers(seed, f"tokens.{sample_id}", model.length + 1, model.vocabulary)
+    drawn[0], drawn[1] = sample_id % model.vocabulary, sample_id // model.vocabulary
+    if model.has("packed"):
+        drawn[2 + numbers.integers(seed, f"document.{sample_id}", 1, model.length - 3)[0]] = DOCUMENT_END
+    return drawn[:-1], drawn[1:]
 
 
 def decode_ids(model: Model, inputs: np.ndarray) -> np.ndarray:
@@ -113,7 +131,7 @@ def decode_ids(model: Model, inputs: np.ndarray) -> np.ndarray:
     """
     if model.own:
         return loaded(model.own).numbers(inputs, MAX_SAMPLES)
-    if model.family == "gpt":
+    if model.decoder:
         return (inputs[:, 0] + inputs[:, 1] * model.vocabulary).astype(np.int64)
     bits = inputs[:, :ID_BITS, 0].astype(np.int64) - (1 if model.family == "chain" else 0)
     return bits @ (1 << np.arange(ID_BITS))
@@ -141,6 +159,6 @@ class Feed:
     def __next__(self) -> Window:
         if self.position >= self.stop:
             raise StopIteration
-        window = window_of(self.case, self.position, self.rank)
+        window = window_of(self.case, self.position, self.case.layout.data_rank(self.rank))
         self.position += 1
         return window

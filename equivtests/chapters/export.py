@@ -19,7 +19,7 @@ from equivtests.cases.parameters import decays, initial, parameters
 from equivtests.cases.windows import MicroBatch, window_of
 from equivtests.errors import CaseError
 from equivtests.reference.expectation import Step, expect
-from equivtests.reference.update import EXTRA, PAIRS, Z
+from equivtests.reference.update import BALANCE, EXTRA, PAIRS, Z
 
 FORMAT = 1
 
@@ -28,10 +28,11 @@ TERMS = {
     "extra": {"factor": EXTRA, "per": "tokens"},
     "z": {"factor": Z, "per": "rows"},
     "pairs": {"factor": PAIRS, "per": "rows"},
+    "balance": {"factor": BALANCE, "per": "rows"},
 }
 """Factor of each loss term in the objective, and what the whole window's sum is divided by."""
 
-TERM_OF = {"extra_head": "extra", "z_loss": "z", "pairs": "pairs"}
+TERM_OF = {"extra_head": "extra", "z_loss": "z", "pairs": "pairs", "balance": "balance"}
 """Features that bring a loss term of their own."""
 
 README = """A training case of equivtests: {name}, for {world} ranks and {updates} updates.
@@ -121,7 +122,7 @@ def arrays_of(case: Case, steps: list[Step], rank: int) -> Iterator[tuple[str, n
         for k, batch in enumerate(window_of(case, update, rank).microbatches):
             arrays = {"inputs": batch.inputs, "targets": batch.targets, "valid": batch.valid, "ids": batch.ids}
             if case.model.has("dropout"):
-                arrays["dropout"] = kept(case, steps[update].steps, batch.ids)
+                arrays["dropout"] = kept(case, steps[update].steps, batch.ids)[:, : batch.valid.shape[1]]
             for name, array in arrays.items():
                 cast = array.astype(case.precision.weights) if array.dtype.kind == "f" else array
                 yield key_of(update, k, name), np.ascontiguousarray(cast)
@@ -130,6 +131,6 @@ def arrays_of(case: Case, steps: list[Step], rank: int) -> Iterator[tuple[str, n
 def kept(case: Case, draw: int, ids: np.ndarray) -> np.ndarray:
     """What dropout keeps (scaled by 4/3), bool (rows, length, width), in the update after `draw` others."""
     model = case.model
-    width = model.width if model.family == "gpt" or model.depth > 1 else model.outputs
+    width = model.width if model.decoder or model.depth > 1 else model.outputs
     streams = [numbers.real(case.seed, f"dropout.{model.family}.{draw}.{i}", (model.length, width)) for i in ids]
     return np.array([stream < 0.5 for stream in streams], dtype=bool).reshape(len(ids), model.length, width)

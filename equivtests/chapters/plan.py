@@ -16,6 +16,7 @@ from equivtests.cases.grid import (
     LEDGER_CASES,
     OWN_RESTORE_CASES,
     RESTORE_CASES,
+    Row,
     Tier,
     cases,
     includes,
@@ -24,6 +25,7 @@ from equivtests.cases.grid import (
     too_large,
     worlds_of,
 )
+from equivtests.cases.split_grid import SPLIT_GRID, split_cases, split_too_large
 from equivtests.chapters.run import Chapter, Run, seating_of
 from equivtests.errors import AdapterError, CaseError
 from equivtests.own import Loaded, loaded
@@ -163,7 +165,7 @@ def plan(
     own = use_model(model) if model else None
     lines = None if own is None else own_grid(model, own.model.length, own.model.learning_rate)
     wanted, found = set(strategies), Plan(too_large=too_large(tier, nproc, lines, exactly), model=model)
-    grids = {seed: list(cases(tier, nproc, seed, lines, exactly)) for seed in seeds}
+    grids = {seed: list(all_cases(tier, nproc, seed, lines, exactly)) for seed in seeds}
     known: set[str] = set()
     for spec in adapters:
         claims = claims_of(spec)
@@ -176,6 +178,7 @@ def plan(
             if not wanted or strategy.name in wanted:
                 found.strategies.append(strategy.name)
                 found.unmatched += unmatched(strategy)
+                found.too_large += [t for t in split_too_large_for(strategy, tier, nproc) if t not in found.too_large]
                 for seed, grid in grids.items():
                     add_strategy(found, spec, claims, strategy, tier, grid, first=seed == min(grids))
     if wanted - known:
@@ -183,10 +186,23 @@ def plan(
     return found
 
 
+def all_cases(tier: Tier, nproc: int, seed: int, lines: tuple[Row, ...] | None, exactly: bool) -> Iterator[Case]:
+    """The cases of the grid, of data parallelism and of split models (a user's own model is not split)."""
+    yield from cases(tier, nproc, seed, lines, exactly)
+    if lines is None:
+        yield from split_cases(tier, nproc, seed, exactly)
+
+
+def split_too_large_for(strategy: Strategy, tier: Tier, nproc: int) -> list[tuple[str, int]]:
+    """(case name, world) of the split models in a strategy's grid that need more ranks than `nproc`."""
+    return [(name, lay.world) for name, lay in split_too_large(tier, nproc) if strategy.meant_for(lay)]
+
+
 def unmatched(strategy: Strategy) -> list[str]:
     """Declared divergences whose pattern fits no case of the whole grid: a slip of the pen, or an entry to remove."""
     sizes = {nproc for row in GRID for nproc in row.worlds}
     names = {f"{row.name}-w{world}" for row in GRID for nproc in sizes for world in worlds_of(row, nproc)}
+    names |= {f"{row.name}-{label}" for row in SPLIT_GRID for label in row.layouts}
     return [
         f"known divergence {k.case!r} of {strategy.name} matches no case of the grid"
         for k in strategy.known
@@ -199,7 +215,7 @@ def add_strategy(
 ) -> None:
     """Add the runs of one strategy on one seed; what is kept and what travels is looked at on the first seed alone."""
     seating = seating_of(claims)
-    for case in grid:
+    for case in (case for case in grid if strategy.meant_for(case.layout)):
         reason = strategy.refusal(case) or reference_refusal(case)
         if reason is not None:
             if first:

@@ -13,7 +13,6 @@ import numpy as np
 
 from equivtests.cases.case import Semantics
 from equivtests.cases.meaning import MEANING
-from equivtests.cases.windows import decode_ids
 from equivtests.explain.factors import factor_on_gradients, factor_on_loss, factor_on_scalar, named_factor
 from equivtests.explain.parts import (
     Arrays,
@@ -29,6 +28,7 @@ from equivtests.explain.parts import (
 )
 from equivtests.judge.check import Check
 from equivtests.judge.checks import applied_once, applied_under, truth_at
+from equivtests.judge.feeds import fed
 from equivtests.judge.view import View
 from equivtests.reference import update as one
 from equivtests.reference.forward import Weights
@@ -58,13 +58,11 @@ def diagnose(view: View, check: Check) -> list[str]:
 
 def fed_by_ranks(view: View, check: Check) -> Lines:
     """Did ranks feed the same samples, or was a remainder dropped?"""
-    fed: dict[int, Counter[int]] = {rank: Counter() for rank in range(view.case.layout.dp)}
-    for o in view.observations("inputs", check.update):
-        fed[o.rank].update(decode_ids(view.case.model, o.values()).tolist())
+    shown = fed(view, check.update).samples(view)
     wanted = set(rows_of(view.case, check.update).ids.tolist())
-    ranks = Counter(i for samples in fed.values() for i in samples)
+    ranks = Counter(i for samples in shown.values() for i in samples)
     shared = sorted(i for i, n in ranks.items() if n > 1)
-    if len(fed) > 1 and fed[0] and all(samples == fed[0] for samples in fed.values()):
+    if len(shown) > 1 and shown.get(0) and all(samples == shown[0] for samples in shown.values()):
         yield "every rank fed the same samples: they are not split over ranks"
     elif shared:
         yield f"samples {shared} were fed by more than one rank: the ranks' slices overlap"

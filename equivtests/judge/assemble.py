@@ -24,15 +24,13 @@ def assemble(parts: list[Observation], world: int) -> Whole:
     """Put the parts of one tensor together.
 
     Every copy (replica number) must cover every element exactly once, and all copies must be equal bit for bit. Partial
-    values of all ranks are added up (or averaged).
+    values of one place in one copy are added up (or averaged) first.
     """
     if _equal_copies(parts):
         return Whole(parts[0].values(), copies=len(parts))
     filled = _fill_all(parts, world)
     broken = next((whole for whole in filled if whole.problem), None)
-    if broken or parts[0].place.partial:
-        return broken or filled[0]
-    return _compare_copies(filled, _copies(parts))
+    return broken or _compare_copies(filled, _copies(parts))
 
 
 def incomplete(parts: list[Observation], world: int) -> str:
@@ -41,18 +39,19 @@ def incomplete(parts: list[Observation], world: int) -> str:
 
 
 def _fill_all(parts: list[Observation], world: int) -> list[Whole]:
-    """The tensor of every copy; a single one where parts are combined, or cannot be of one tensor."""
+    """The tensor of every copy; a single one where the parts cannot be of one tensor."""
     problem = _misfit(parts)
     if problem:
         return [Whole(np.zeros(()), problem, parts[0].rank)]
-    return [_combine(parts, world)] if parts[0].place.partial else [_fill(members) for members in _copies(parts)]
+    return [_fill(members, world) for members in _copies(parts)]
 
 
 def _copies(parts: list[Observation]) -> list[list[Observation]]:
-    """The parts by the copy that they belong to."""
+    """The parts by the copy that they belong to; what all ranks share is one, whatever copies they name."""
     copies: dict[int, list[Observation]] = {}
     for part in parts:
-        copies.setdefault(part.place.replica, []).append(part)
+        shared = bool(part.place.partial) and part.place.parts == 0
+        copies.setdefault(0 if shared else part.place.replica, []).append(part)
     return [members for _, members in sorted(copies.items())]
 
 
@@ -80,36 +79,61 @@ def _misfit(parts: list[Observation]) -> str:
         return f"ranks name different shapes of the whole: {sorted(shapes)}"
     if len(dtypes) > 1:
         return f"ranks show different dtypes: {', '.join(sorted(dtypes))}"
-    combined = {(part.place.partial, part.place.partial and (part.place.box, part.place.interval)) for part in parts}
-    if len(combined) > 1:
-        return "ranks disagree on how their values combine (Place.partial, and where a partial value lies)"
+    regions = {(p.place.box, p.place.interval) for p in parts if p.place.partial and not p.place.parts}
+    if len({(part.place.partial, part.place.parts) for part in parts}) > 1 or len(regions) > 1:
+        return "ranks disagree on how their values combine (Place.partial and parts, where a value of all ranks lies)"
     return ""
 
 
-def _combine(parts: list[Observation], world: int) -> Whole:
-    parts = sorted(parts, key=lambda part: part.rank)
-    seen = [part.rank for part in parts]
-    if seen != list(range(world)):
-        problem = f"a partial value needs all {world} ranks once, but ranks {seen} showed one"
-        return Whole(parts[0].values(), problem, seen[0])
+Part = tuple[Place, np.ndarray, int]
+"""A value, where it belongs, and the rank that it comes from."""
+
+
+def _values(members: list[Observation], world: int) -> tuple[list[Part], Whole | None]:
+    """The values of one copy, partial ones combined; or what is missing."""
+    if not members[0].place.partial:
+        return [(part.place, part.values(), part.rank) for part in members], None
+    regions: dict[object, list[Observation]] = {}
+    for part in sorted(members, key=lambda part: part.rank):
+        regions.setdefault((part.place.box, part.place.interval), []).append(part)
+    found: list[Part] = []
+    for shared in regions.values():
+        problem = _not_once(shared, world)
+        if problem:
+            return [], Whole(shared[0].values(), problem, shared[0].rank)
+        found.append((shared[0].place, _combine(shared), shared[0].rank))
+    return found, None
+
+
+def _not_once(parts: list[Observation], world: int) -> str:
+    """Why these are not the parts of one value, each of another rank, or ""."""
+    seen, needed = [part.rank for part in parts], parts[0].place.parts or world
+    if len(set(seen)) == len(seen) == needed and set(seen) <= set(range(world)):
+        return ""
+    words = f"all {world} ranks" if needed == world else f"{needed} of the ranks"
+    return f"a partial value needs {words} once, but ranks {seen} showed one"
+
+
+def _combine(parts: list[Observation]) -> np.ndarray:
     shape = parts[0].array.shape
     total = np.sum([part.values().astype(np.float64).reshape(shape) for part in parts], axis=0)
-    return Whole(total / world if parts[0].place.partial == "mean" else total)
+    return np.asarray(total / len(parts) if parts[0].place.partial == "mean" else total)
 
 
-def _fill(members: list[Observation]) -> Whole:
-    first = members[0]
-    if len(members) == 1 and first.place.box is None and first.place.interval is None:
-        return Whole(first.values().reshape(first.place.shape))
-    values = np.zeros(first.place.shape, dtype=first.values().dtype)
-    count = np.zeros(first.place.shape, dtype=np.int64)
-    for part in members:
-        region = _region(part.place)
-        values.reshape(-1)[region.reshape(-1)] = part.values().reshape(-1)
+def _fill(members: list[Observation], world: int) -> Whole:
+    parts, broken = _values(members, world)
+    if broken is not None:
+        return broken
+    (first, values, rank), *others = parts
+    if not others and first.box is None and first.interval is None:
+        return Whole(values.reshape(first.shape))
+    whole = np.zeros(first.shape, dtype=values.dtype)
+    count = np.zeros(first.shape, dtype=np.int64)
+    for place, values, _ in parts:
+        region = _region(place)
+        whole.reshape(-1)[region.reshape(-1)] = values.reshape(-1)
         count.reshape(-1)[region.reshape(-1)] += 1
-    if (count == 1).all():
-        return Whole(values)
-    return Whole(values, _coverage_problem(count, members), first.rank)
+    return Whole(whole, "" if (count == 1).all() else _coverage_problem(count, members), rank)
 
 
 def _region(place: Place) -> np.ndarray:

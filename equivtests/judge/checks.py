@@ -13,8 +13,8 @@ import numpy as np
 
 from equivtests.cases.case import Semantics
 from equivtests.cases.parameters import initial
-from equivtests.cases.windows import decode_ids
 from equivtests.judge.check import Check, Verdict
+from equivtests.judge.feeds import fed
 from equivtests.judge.tolerance import Distance, elementwise, equal, radius_floor, rounded
 from equivtests.judge.view import View
 from equivtests.own import UNKNOWN, loaded
@@ -91,23 +91,23 @@ def number(view: View, kind: str, update: int) -> float | None:
 
 def samples(view: View, update: int) -> Checks:
     """The ids decoded from what reached the forward passes are those of the window, each once."""
-    shown = view.observations("inputs", update)
-    sizes = rows_of(view.case, update).inputs.shape[1:]
-    misfit = next((o for o in shown if o.array.shape[1:] != sizes or o.array.ndim != 1 + len(sizes)), None)
-    if misfit is not None:
-        detail = f"inputs have shape {misfit.array.shape}, but rows of shape {sizes} were to be fed"
-        yield view.failed("samples", update, "ids", detail, misfit.rank)
+    shown = fed(view, update)
+    if shown.problem:
+        yield view.failed("samples", update, "ids", shown.problem, shown.rank)
         return
+    by_rank = shown.samples(view)
     wanted = Counter(rows_of(view.case, update).ids.tolist())
-    found = Counter(i for o in shown for i in decode_ids(view.case.model, o.values()).tolist())
+    found = sum(by_rank.values(), Counter())
     skipped = view.expectation.steps[update].skipped
-    if not shown and "inputs" not in view.strategy.observes:
+    if not by_rank and "inputs" not in view.strategy.observes:
         return
     if found == wanted or (skipped and not found):
         yield Check("samples", update, "ids", Verdict.PASS)
         return
     missing, extra = sorted((wanted - found).elements()), sorted((found - wanted).elements())
-    rank = next((o.rank for o in shown if set(decode_ids(view.case.model, o.values()).tolist()) & set(extra)), None)
+    fed_them = {data for data, ids in by_rank.items() if ids.keys() & set(extra)}
+    layout = view.case.layout
+    rank = next((rank for rank in range(layout.world) if layout.data_rank(rank) in fed_them), None)
     words = f"never fed: {missing or 'none'}; fed too often or not of this window: {extra or 'none'}"
     words += f" ({UNKNOWN}: inputs of no sample)" if UNKNOWN in extra else ""
     yield Check(

@@ -10,14 +10,22 @@ from equivtests.cases.parameters import initial, parameters
 from equivtests.models.gpt import GPT
 from equivtests.models.own import Own
 from equivtests.models.parts import DropoutStream
-from equivtests.models.plain import MLP, Chain, Linear
+from equivtests.models.plain import MLP, Chain, GatedMLP, Linear
 
-FAMILIES: dict[str, type[nn.Module]] = {"chain": Chain, "linear": Linear, "mlp": MLP, "gpt": GPT, "own": Own}
+FAMILIES: dict[str, type[nn.Module]] = {
+    "chain": Chain,
+    "linear": Linear,
+    "mlp": MLP,
+    "gated_mlp": GatedMLP,
+    "gpt": GPT,
+    "moe": GPT,
+    "own": Own,
+}
 
-TERM_WEIGHTS = {"main": 1.0, "extra": 0.25, "z": 2.0**-6, "pairs": 2.0**-6}
+TERM_WEIGHTS = {"main": 1.0, "extra": 0.25, "z": 2.0**-6, "pairs": 2.0**-6, "balance": 2.0**-3}
 """Factor of each loss term in the objective."""
 
-TERM_DENOMINATOR = {"main": "tokens", "extra": "tokens", "z": "rows", "pairs": "rows"}
+TERM_DENOMINATOR = {"main": "tokens", "extra": "tokens", "z": "rows", "pairs": "rows", "balance": "rows"}
 """What each loss term is averaged over in the whole window."""
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from equivtests.cases import numbers
 
 KEEP = 0.75  # probability that dropout keeps an element
 
 Terms = dict[str, Tensor]
-"""Loss terms of one micro-batch as sums, each a scalar: main, extra (tokens), z (rows); or pair embeddings (N, outputs)."""
+"""Loss terms of one micro-batch as sums, each a scalar: main, extra (tokens), z, balance (rows). Or pairs: embeddings
+(N, outputs)."""
 
 
 class DropoutStream:
@@ -33,15 +35,29 @@ class DropoutStream:
 
 
 class Dropout(nn.Module):
-    """Dropout whose decisions do not depend on the layout."""
+    """Dropout whose decisions do not depend on the layout.
+
+    rows: from the number of positions here to (that of the whole sequence, which of them are here); the mask is drawn for
+    the whole sequence. watch: called with the site and what each forward pass keeps, bool of the shape of x.
+    """
 
     def __init__(self, site: str, stream: DropoutStream) -> None:
         super().__init__()
         self.site, self.stream = site, stream
+        self.rows: Callable[[int], tuple[int, Tensor | slice]] = every_row
+        self.watch: Callable[[str, Tensor], None] | None = None
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        mask = self.stream.mask(self.site, ids, tuple(x.shape[1:]))
+        whole, here = self.rows(x.shape[1])
+        mask = self.stream.mask(self.site, ids, (whole, *x.shape[2:]))[:, here]
+        if self.watch is not None:
+            self.watch(self.site, mask > 0)
         return x * mask.to(dtype=x.dtype, device=x.device)
+
+
+def every_row(length: int) -> tuple[int, slice]:
+    """All positions of a sequence that is here as a whole."""
+    return length, slice(None)
 
 
 class Unused(nn.Module):
@@ -61,12 +77,6 @@ def squared_error(outputs: Tensor, targets: Tensor, valid: Tensor) -> Tensor:
     """Sum over valid positions of half the squared error; outputs and targets (N, L, outputs), valid (N, L)."""
     error = (widen(outputs) - targets) * valid.unsqueeze(-1)
     return 0.5 * (error * error).sum()
-
-
-def cross_entropy(logits: Tensor, targets: Tensor, valid: Tensor) -> Tensor:
-    """Sum over valid positions of the token loss; logits (N, L, V), targets and valid (N, L)."""
-    losses = F.cross_entropy(widen(logits).flatten(0, 1), targets.flatten(), reduction="none")
-    return (losses * valid.flatten()).sum()
 
 
 def transpose_storage(layer: nn.Linear) -> None:

@@ -1,11 +1,12 @@
-"""chain, linear and mlp: squared error on float inputs."""
+"""chain, linear, mlp and gated_mlp: squared error on float inputs."""
 
 from __future__ import annotations
 
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from equivtests.cases.case import Model
 from equivtests.models.parts import (
@@ -16,20 +17,26 @@ from equivtests.models.parts import (
     squared_error,
     transpose_storage,
 )
+from equivtests.models.staged import Staged
 
 
-class Chain(nn.Module):
+class Chain(Staged):
     """y = w_P · … · w_1 · x for every position: the smallest model with depth."""
 
+    stack: ClassVar[str] = "factors"
+
     def __init__(self, model: Model, stream: DropoutStream) -> None:
-        super().__init__()
+        super().__init__(model.depth)
         self.factors = nn.ParameterList([nn.Parameter(torch.empty(1)) for _ in range(model.depth)])
 
-    def forward(self, inputs: Tensor, targets: Tensor, valid: Tensor, ids: Tensor, conditional: bool) -> Terms:
-        y = inputs
-        for factor in self.factors:
-            y = factor * y
-        return {"main": squared_error(y, targets, valid)}
+    def begin(self, inputs: Tensor, ids: Tensor) -> Tensor:
+        return inputs
+
+    def layer(self, i: int, x: Tensor, inputs: Tensor) -> Tensor:
+        return self.factors[i] * x
+
+    def end(self, x: Tensor, targets: Tensor, valid: Tensor, conditional: bool) -> Terms:
+        return {"main": squared_error(x, targets, valid)}
 
 
 class Linear(nn.Module):
@@ -47,11 +54,28 @@ class Linear(nn.Module):
         return {"main": squared_error(self.linear(inputs), targets, valid)}
 
 
-class MLP(nn.Module):
-    """`depth` linear layers with ReLU between them, and the optional features."""
+class GatedMLP(nn.Module):
+    """y = down(silu(gate(x)) · up(x))."""
 
     def __init__(self, model: Model, stream: DropoutStream) -> None:
         super().__init__()
+        bias = model.has("bias")
+        self.gate = nn.Linear(model.inputs, model.width, bias=bias)
+        self.up = nn.Linear(model.inputs, model.width, bias=bias)
+        self.down = nn.Linear(model.width, model.outputs, bias=bias)
+        if model.has("unused"):
+            self.unused = Unused(model.width)
+
+    def forward(self, inputs: Tensor, targets: Tensor, valid: Tensor, ids: Tensor, conditional: bool) -> Terms:
+        y = self.down(F.silu(self.gate(inputs)) * self.up(inputs))
+        return {"main": squared_error(y, targets, valid)}
+
+
+class MLP(Staged):
+    """`depth` linear layers with ReLU between them, and the optional features."""
+
+    def __init__(self, model: Model, stream: DropoutStream) -> None:
+        super().__init__(model.depth)
         sizes = [model.inputs] + [model.width] * (model.depth - 1) + [model.outputs]
         bias = model.has("bias")
         self.layers = nn.ModuleList([nn.Linear(a, b, bias=bias) for a, b in zip(sizes, sizes[1:], strict=False)])
@@ -65,18 +89,25 @@ class MLP(nn.Module):
         self.dropout = Dropout("mlp", stream) if model.has("dropout") else None
         self.running = RunningMean(sizes[1]) if model.has("running") else None
 
+    def begin(self, inputs: Tensor, ids: Tensor) -> Tensor:
+        self.ids = ids  # for the dropout behind layer 0, which always follows in the same stage
+        return inputs
+
+    def layer(self, i: int, x: Tensor, inputs: Tensor) -> Tensor:
+        x = self.layers[i](x)
+        if i == 0 and self.running is not None:
+            self.running(x)
+        if i < self.depth - 1:
+            x = torch.relu(x)
+        return self.dropout(x, self.ids) if i == 0 and self.dropout is not None else x
+
     def forward(self, inputs: Tensor, targets: Tensor, valid: Tensor, ids: Tensor, conditional: bool) -> Terms:
-        x = inputs
-        for i, layer in enumerate(self.layers):
-            x = layer(x)
-            if i == 0 and self.running is not None:
-                self.running(x)
-            if i < len(self.layers) - 1:
-                x = torch.relu(x)
-            if i == 0 and self.dropout is not None:
-                x = self.dropout(x, ids)
-        if conditional and hasattr(self, "branch"):
+        x = self.through(inputs, ids)
+        if conditional and hasattr(self, "branch"):  # it reads the inputs, which the end of a pipeline does not have
             x = x + self.branch(inputs)
+        return self.end(x, targets, valid, conditional)
+
+    def end(self, x: Tensor, targets: Tensor, valid: Tensor, conditional: bool) -> Terms:
         terms = {"main": squared_error(x, targets, valid)}
         return terms | {"pairs": x.sum(dim=1)} if self.pairs else terms
 

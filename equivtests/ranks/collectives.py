@@ -75,16 +75,24 @@ class CollectiveRecorder(TorchDispatchMode):
     def _note(self, name: str, arguments: dict[str, Any]) -> None:
         group = _group(arguments)
         if name == "_c10d_functional::batch_p2p_ops":
-            for kind, tensor in zip(arguments["op_list"], arguments["tensors"], strict=True):
-                self._append("send" if "send" in kind else "recv", group, [tensor], 1)
+            listed = zip(arguments["op_list"], arguments["peer_list"], arguments["tensors"], strict=True)
+            for kind, peer, tensor in listed:
+                self._append("send" if "send" in kind else "recv", _pair(group, peer), [tensor], 1)
             return
         operation, payload, part = _OPERATIONS.get(name, (name, "", False))
+        if operation in ("send", "recv"):
+            group = _pair(group, arguments.get("dst", arguments.get("src")))
         self._append(operation, group, _tensors(arguments.get(payload)), len(group) if part else 1)
 
     def _append(self, operation: str, group: tuple[int, ...], tensors: list[torch.Tensor], times: int) -> None:
         elements = times * sum(t.numel() for t in tensors)
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         self.collectives.append(Collective(operation, group, elements, dtype, self.update()))
+
+
+def _pair(group: tuple[int, ...], peer: int | None) -> tuple[int, ...]:
+    """This rank and the other end of a message (None: unknown), of which its group has the number `peer`."""
+    return group if peer is None else tuple(sorted({dist.get_rank(), group[peer]}))
 
 
 def _named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,10 @@ KINDS = {
     "random_state": "the state of the dropout stream entering the update",
     "cursor": "position of the data loader entering the update",
     "weight_norm": "2-norm of all weights after the update, as the framework logs it",
+    "output": "what the model put out for one micro-batch, before the loss (logits, or outputs); rows x positions x features",
+    "routed": "tokens of the window that every expert of a layer was given and kept; int64 (experts,), part of a sum",
+    "mask": "a dropout mask of one micro-batch, named by its site: whether an element is kept; rows x positions x features",
+    "timeline": "the operations of this pipeline rank in the order they ran; int64 (n, 4): kind, stage, micro-batch, version",
     "bytes": "bytes that this rank keeps between micro-batches: weights, gradients, state without scalars (named so)",
 }
 """The kinds of observation. State-like kinds carry the number of the update that they enter."""
@@ -43,7 +47,8 @@ class Place:
 
     shape: of the whole tensor. box: (start, stop) per dimension, or interval: (start, stop) of the flattened tensor; neither
     means all of it. replica: number of the copy this is a part of. partial: how the ranks' arrays combine to the value
-    ("" when the array is the value itself; "sum" or "mean" over ranks).
+    ("" when the array is the value itself; "sum" or "mean" over the ranks that show a part of this copy). parts: how many ranks
+    those are (0: all).
     """
 
     shape: tuple[int, ...]
@@ -51,6 +56,7 @@ class Place:
     interval: tuple[int, int] | None = None
     replica: int = 0
     partial: Literal["", "sum", "mean"] = ""
+    parts: int = 0
 
     @property
     def size(self) -> int:
@@ -66,6 +72,8 @@ class Place:
         """Why this is no place ("" if it is one)."""
         if min(self.shape, default=0) < 0:
             return f"shape {self.shape} has a negative size"
+        if self.parts < 0 or (self.parts and not self.partial):
+            return f"parts {self.parts}: how many ranks share a partial value, 0 for all of them"
         if self.interval is not None and not _within([self.interval], (math.prod(self.shape),)):
             return f"interval {self.interval} does not lie in the shape {self.shape}"
         if self.box is not None and not _within(list(self.box), self.shape):
@@ -103,6 +111,7 @@ class Collective:
     """One collective as it was issued: operation, ranks of its group, elements and dtype of its payload.
 
     `elements` counts the full (gathered or reduced) tensor: the output of an all-gather, the input of a reduce-scatter.
+    The group of a send or a receive is the two ranks.
     """
 
     operation: str

@@ -53,6 +53,7 @@ class PlaceEntry:
     interval: tuple[int, int] | None = None
     replica: int | None = None
     partial: Literal["", "sum", "mean"] = ""
+    parts: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ def _place(entry: PlaceEntry, array: np.ndarray, rank: int) -> Place:
     whole = entry.box is None and entry.interval is None
     replica = (rank if whole and not entry.partial else 0) if entry.replica is None else entry.replica
     shape = array.shape if entry.shape is None else entry.shape
-    return Place(shape, entry.box, entry.interval, replica, entry.partial)
+    return Place(shape, entry.box, entry.interval, replica, entry.partial, entry.parts)
 
 
 def _place_problem(entry: PlaceEntry | None, place: Place, array: np.ndarray) -> str:

@@ -110,7 +110,8 @@ def refusal(case: Case) -> str | None:
     inexact = [f for f in ("dropout", "pairs", "running") if model.has(f)]
     odd = [f"update {u}: token total {t}" for u in range(case.updates) if (t := case.tokens(u)) and not _dyadic(t)]
     reasons = (
-        (model.family == "gpt", "model gpt: norms, softmax and cross-entropy are never exact"),
+        (model.decoder, f"model {model.family}: norms, softmax and cross-entropy are never exact"),
+        (model.family == "gated_mlp", "model gated_mlp: its sigmoid is never exact"),
         (bool(inexact), f"feature {', '.join(inexact)}: no exact arithmetic is written for it"),
         (optimizer.name not in ("sgd", "momentum"), f"optimizer {optimizer.name}: its square root is not exact"),
         (optimizer.clip is not None, "clipping: the coefficient is not exact"),

@@ -19,7 +19,7 @@ from equivtests.reference.forward import Weights
 from equivtests.reference.rows import rows_of
 
 VARIANTS = 6
-KINK_DISTANCE = 1e-5  # least |input of a ReLU| that a rounded case may have, in float32 and above
+KINK_DISTANCE = 1e-5  # least distance from a branch (`Sums.kink`) that a rounded case may have, in float32 and above
 CLIP_DISTANCE = 1e-3  # least relative distance of the norm from the clip threshold
 
 Radii = dict[str, float]
@@ -107,12 +107,13 @@ def reference_step(case: Case, semantics: Semantics, update: int, made: int, wei
 
 
 def refuse_discontinuities(expectation: Expectation) -> None:
-    """Raise CaseError where rounding could change a branch: a ReLU's kink, the clip threshold."""
+    """Raise CaseError where rounding could change a branch: a ReLU's kink, two experts, the clip threshold."""
     case = expectation.case
     for update, step in enumerate(expectation.steps):
         if not case.exact and step.kink < max(KINK_DISTANCE, 8 * loss_unit(case)):
             raise CaseError(
-                f"case {case.name!r}: update {update} has a ReLU input of {step.kink:.1e}; take another seed"
+                f"case {case.name!r}: update {update} comes within {step.kink:.1e} of a branch (a ReLU's kink, or a choice "
+                "between two experts); take another seed"
             )
         limit = case.optimizer.clip
         if limit and not step.skipped and abs(step.norm / limit - 1) < CLIP_DISTANCE:

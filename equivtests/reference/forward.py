@@ -6,7 +6,7 @@ Written with elementary operations only, apart from `models/`, so that one mista
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from equivtests.reference.own import row_losses
 from equivtests.reference.rows import Rows
 
 Weights = dict[str, Tensor]
+
+SMOOTHING = 0.125  # weight of the mean over the vocabulary in a smoothed target
 
 
 @dataclass
@@ -37,8 +39,11 @@ class Batch:
 
 @dataclass
 class Sums:
-    """Per-row sums of loss terms, (N,) each; pairs: (N, D) embeddings or None; kink: least |input of a ReLU|.
+    """Per-row sums of loss terms, (N,) each; pairs: (N, D) embeddings or None.
 
+    output: what the model gives, (N, L, V) logits or (N, L, outputs); None for a user's own model.
+    kink: how near any branch is: least |input of a ReLU|, least lead of the last chosen expert's probability over the next.
+    routed: by mixture of experts (`layers.0.moe`), the tokens of each row that each expert took, int64 (N, E).
     hidden, sizes: (N, D) sums over positions of the first activations and of their absolute values, or None.
     """
 
@@ -47,6 +52,8 @@ class Sums:
     hidden: Tensor | None = None
     sizes: Tensor | None = None
     kink: float = math.inf
+    output: Tensor | None = None
+    routed: dict[str, Tensor] = field(default_factory=dict)
 
 
 def batch_of(model: Model, seed: int, draw: int, rows: Rows, chosen: Tensor, dtype: torch.dtype) -> Batch:
@@ -80,7 +87,7 @@ def _chain(w: Weights, batch: Batch) -> Sums:
     y = batch.inputs
     for i in range(batch.model.depth):
         y = y * w[f"factors.{i}"]
-    return Sums({"main": _half_square(y, batch)})
+    return Sums({"main": _half_square(y, batch)}, output=y)
 
 
 def _affine(w: Weights, name: str, x: Tensor) -> Tensor:
@@ -89,7 +96,18 @@ def _affine(w: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def _linear(w: Weights, batch: Batch) -> Sums:
-    return Sums({"main": _half_square(_affine(w, "linear", batch.inputs), batch)})
+    y = _affine(w, "linear", batch.inputs)
+    return Sums({"main": _half_square(y, batch)}, output=y)
+
+
+def _gated_mlp(w: Weights, batch: Batch) -> Sums:
+    y = _gated(w, "", batch.inputs)
+    return Sums({"main": _half_square(y, batch)}, output=y)
+
+
+def _gated(w: Weights, prefix: str, x: Tensor) -> Tensor:
+    gate = _affine(w, f"{prefix}gate", x)
+    return _affine(w, f"{prefix}down", gate * torch.sigmoid(gate) * _affine(w, f"{prefix}up", x))
 
 
 def _mlp(w: Weights, batch: Batch) -> Sums:
@@ -106,7 +124,7 @@ def _mlp(w: Weights, batch: Batch) -> Sums:
     if batch.conditional.any() and batch.model.has("conditional"):
         x = x + (batch.inputs @ w["branch.weight"].T) * batch.conditional[:, None, None]
     pairs = x.sum(dim=1) if batch.model.has("pairs") else None
-    return Sums({"main": _half_square(x, batch)}, pairs, hidden, sizes, kink)
+    return Sums({"main": _half_square(x, batch)}, pairs, hidden, sizes, kink, output=x)
 
 
 def _dropout(batch: Batch, site: str, like: Tensor) -> Tensor:
@@ -124,15 +142,17 @@ def _normalize(w: Weights, name: str, x: Tensor) -> Tensor:
     return gained + w[f"{name}.bias"] if f"{name}.bias" in w else gained
 
 
-def _attention(w: Weights, name: str, x: Tensor) -> Tensor:
+def _attention(w: Weights, name: str, x: Tensor, heads: int, hidden: Tensor) -> Tensor:
+    """hidden: bool (L, L) or (N, 1, L, L), which positions (columns) a position must not see."""
     n, length, width = x.shape
-    size = width // 2
+    size = width // heads
     q, k, v = (_affine(w, f"{name}.{part}", x).reshape(n, length, -1, size).transpose(1, 2) for part in "qkv")
     if f"{name}.q_norm.weight" in w:
         q, k = _normalize(w, f"{name}.q_norm", q), _normalize(w, f"{name}.k_norm", k)
+    if 1 < k.shape[1] < heads:  # groups of neighbouring query heads
+        k, v = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (k, v))
     scores = q @ k.transpose(-1, -2) / math.sqrt(size)
-    later = torch.ones(length, length, dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(later, -math.inf).softmax(dim=-1)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
     return _affine(w, f"{name}.o", (weights @ v).transpose(1, 2).reshape(n, length, width))
 
 
@@ -142,30 +162,85 @@ def _gelu(x: Tensor) -> Tensor:
 
 def _token_losses(logits: Tensor, batch: Batch) -> Tensor:
     log_partition = torch.logsumexp(logits, dim=-1)
-    chosen = logits.gather(-1, batch.targets[:, :, None]).squeeze(-1)
-    return ((log_partition - chosen) * batch.valid).sum(dim=1)
+    expected = logits.gather(-1, batch.targets[:, :, None]).squeeze(-1)
+    if batch.model.has("smoothing"):
+        expected = (1 - SMOOTHING) * expected + SMOOTHING * logits.mean(dim=-1)
+    return ((log_partition - expected) * batch.valid).sum(dim=1)
+
+
+def _documents(tokens: list[int]) -> tuple[list[int], list[int]]:
+    """(number of the document, position in it) of every token of a packed row: token 0 is the last of its document."""
+    number, place, found = 0, 0, []
+    for token in tokens:
+        found.append((number, place))
+        number, place = (number + 1, 0) if token == 0 else (number, place + 1)
+    return [n for n, _ in found], [p for _, p in found]
+
+
+def _layout_of_rows(batch: Batch) -> tuple[Tensor | slice, Tensor]:
+    """(index of every token's position embedding, what no position may see as in `_attention`)."""
+    length = batch.model.length
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    if not batch.model.has("packed"):
+        return slice(length), later
+    rows = [_documents(row) for row in batch.inputs.tolist()]
+    documents, places = (torch.tensor([row[i] for row in rows], dtype=torch.int64).reshape(-1, length) for i in (0, 1))
+    elsewhere = documents[:, :, None] != documents[:, None, :]
+    return places, (later | elsewhere)[:, None]
+
+
+def _feedforward(w: Weights, prefix: str, x: Tensor) -> Tensor:
+    if f"{prefix}gate.weight" in w:
+        return _gated(w, prefix, x)
+    return _affine(w, f"{prefix}down", _gelu(_affine(w, f"{prefix}up", x)))
 
 
 def _gpt(w: Weights, batch: Batch) -> Sums:
-    model = batch.model
-    x = w["embedding.weight"][batch.inputs] + w["positions.weight"][: model.length]
+    model, sums = batch.model, Sums({})
+    places, hidden = _layout_of_rows(batch)
+    x = w["embedding.weight"][batch.inputs] + w["positions.weight"][places]
     if model.has("dropout"):
-        x = x * _dropout(batch, "gpt", x)
+        x = x * _dropout(batch, model.family, x)
     for i in range(model.depth):
         block = f"layers.{i}"
-        x = x + _attention(w, f"{block}.attention", _normalize(w, f"{block}.norm1", x))
-        up = _affine(w, f"{block}.mlp.up", _normalize(w, f"{block}.norm2", x))
-        x = x + _affine(w, f"{block}.mlp.down", _gelu(up))
+        x = x + _attention(w, f"{block}.attention", _normalize(w, f"{block}.norm1", x), model.heads, hidden)
+        x = x + _fed(w, block, _normalize(w, f"{block}.norm2", x), model, sums)
     x = _normalize(w, "norm", x)
     if batch.conditional.any() and model.has("conditional"):
         x = x + (x @ w["branch.weight"].T) * batch.conditional[:, None, None]
     logits = _wide(x @ w["embedding.weight" if model.has("tied") else "head.weight"].T)
-    terms = {"main": _token_losses(logits, batch)}
+    sums.output, sums.terms["main"] = logits, _token_losses(logits, batch)
     if model.has("extra_head"):
-        terms["extra"] = _token_losses(_wide(x @ w["extra_head.weight"].T), batch)
+        sums.terms["extra"] = _token_losses(_wide(x @ w["extra_head.weight"].T), batch)
     if model.has("z_loss"):
-        terms["z"] = (torch.logsumexp(logits, dim=-1).square() * batch.valid).sum(dim=1)
-    return Sums(terms)
+        sums.terms["z"] = (torch.logsumexp(logits, dim=-1).square() * batch.valid).sum(dim=1)
+    return sums
+
+
+def _fed(w: Weights, block: str, x: Tensor, model: Model, sums: Sums) -> Tensor:
+    """What the feedforward of a block adds: one for all tokens, or those of the experts that a router chooses."""
+    if not model.experts:
+        return _feedforward(w, f"{block}.mlp.", x)
+    name = f"{block}.moe"
+    probability = _wide(x @ w[f"{name}.router.weight"].T).softmax(dim=-1)
+    wanted, lead = _choices(probability.detach(), model.top_k)
+    taken = wanted & (wanted.cumsum(dim=1) <= model.capacity) if model.capacity else wanted
+    sums.kink, sums.routed[name] = min(sums.kink, lead), taken.sum(dim=1)
+    if model.has("balance"):
+        term = model.experts * (wanted.to(x.dtype).mean(dim=1) / model.top_k * probability.mean(dim=1)).sum(dim=1)
+        sums.terms["balance"] = sums.terms.get("balance", 0) + term
+    given = torch.stack([_feedforward(w, f"{name}.experts.{e}.", x) for e in range(model.experts)], dim=2)
+    return ((probability * taken).to(x.dtype)[..., None] * given).sum(dim=2)
+
+
+def _choices(probability: Tensor, top_k: int) -> tuple[Tensor, float]:
+    """(the top_k most probable experts of every token as bool (N, L, E), least lead of the last of them over the next)."""
+    ordered = probability.sort(dim=-1, descending=True).values
+    if top_k == probability.shape[-1]:
+        return torch.ones_like(probability, dtype=torch.bool), math.inf
+    last, following = ordered[..., top_k - 1], ordered[..., top_k]
+    lead = float((last - following).min()) if probability.numel() else math.inf
+    return probability >= last[..., None], lead
 
 
 def _own(w: Weights, batch: Batch) -> Sums:
@@ -173,4 +248,12 @@ def _own(w: Weights, batch: Batch) -> Sums:
     return Sums({"main": row_losses(loaded(batch.model.own), w, batch.inputs, batch.targets, batch.valid)})
 
 
-_FAMILIES = {"chain": _chain, "linear": _linear, "mlp": _mlp, "gpt": _gpt, "own": _own}
+_FAMILIES = {
+    "chain": _chain,
+    "linear": _linear,
+    "mlp": _mlp,
+    "gated_mlp": _gated_mlp,
+    "gpt": _gpt,
+    "moe": _gpt,
+    "own": _own,
+}

@@ -69,6 +69,23 @@ def direct_all_reduce_bytes(size: int, ranks: int) -> int:
     return (ranks - 1) * size
 
 
+def tensor_parallel_bytes(layers: int, size: int, ranks: int, all_reduces: int = 2) -> Fraction:
+    """Bytes that each rank sends to all-reduce activations of `size` bytes (tokens · hidden) in every layer.
+
+    all_reduces per layer: one forward and one backward for one pair of column and row shards; four for a transformer
+    layer, whose attention and MLP are one pair each. Shoeybi et al., Megatron-LM, arXiv 1909.08053, section 3.
+    """
+    _whole(0, layers=layers, all_reduces=all_reduces)
+    return layers * all_reduces * ring_all_reduce_bytes(size, ranks)
+
+
+def pipeline_bytes(size: int, stages: int) -> int:
+    """Bytes that a chain of stages sends, all ranks together, for activations of `size` bytes: there and back."""
+    _whole(0, size=size)
+    _whole(1, stages=stages)
+    return 2 * size * (stages - 1)
+
+
 _SENT: dict[str, Callable[[int, int], Fraction]] = {
     "all_reduce": ring_all_reduce_bytes,
     "reduce_scatter": ring_shift_bytes,
@@ -121,6 +138,27 @@ def averaged_gradient(rank_gradients: Sequence[Sequence[float]]) -> list[float]:
 def sgd_update(weights: Sequence[float], gradient: Sequence[float], learning_rate: float) -> list[float]:
     """w - lr · g, elementwise."""
     return [w - learning_rate * g for w, g in zip(weights, gradient, strict=True)]
+
+
+Matrix = Sequence[Sequence[float]]
+
+
+def linear(x: Sequence[float], weight: Matrix) -> list[float]:
+    """x · W, with one row of W per element of x."""
+    return [sum(a * w for a, w in zip(x, column, strict=True)) for column in zip(*weight, strict=True)]
+
+
+def column_shard_outputs(x: Sequence[float], weight: Matrix, ranks: int) -> list[list[float]]:
+    """By rank: x · (its columns of W). Concatenated they are x · W. Shoeybi et al., arXiv 1909.08053, section 3."""
+    _, width = shard_shape((len(weight), len(weight[0])), 1, ranks)
+    return [linear(x, [row[first : first + width] for row in weight]) for first in range(0, width * ranks, width)]
+
+
+def row_shard_outputs(x: Sequence[float], weight: Matrix, ranks: int) -> list[list[float]]:
+    """By rank: (its part of x) · (its rows of W). Their sum, not their mean, is x · W. The same source."""
+    height, _ = shard_shape((len(weight), len(weight[0])), 0, ranks)
+    parts = [slice(first, first + height) for first in range(0, height * ranks, height)]
+    return [linear(x[part], weight[part]) for part in parts]
 
 
 # ------------------------------------------------------------------------------------------------- memory

@@ -15,6 +15,7 @@ from equivtests.cases.windows import empty_micro_batch, window_of
 class Rows:
     """N rows: inputs, targets, valid (N, L, …); ids, rank, micro (N,) int64; conditional (N,) bool; tokens (N,) int64.
 
+    All rows have L = model.length positions. Those of a shorter micro-batch are filled up with token 0, which is not valid.
     `microbatches[r]`: how many micro-batches rank r fed.
     """
 
@@ -46,15 +47,20 @@ def rows_of(case: Case, update: int) -> Rows:
         return np.concatenate([np.full(n, v, dtype=dtype) for v, n in values])
 
     return Rows(
-        inputs=np.concatenate([b.inputs for _, _, b in fed]),
-        targets=np.concatenate([b.targets for _, _, b in fed]),
-        valid=np.concatenate([b.valid for _, _, b in fed]),
+        inputs=np.concatenate([_filled(case, b.inputs) for _, _, b in fed]),
+        targets=np.concatenate([_filled(case, b.targets) for _, _, b in fed]),
+        valid=np.concatenate([_filled(case, b.valid) for _, _, b in fed]),
         ids=np.concatenate([b.ids for _, _, b in fed]),
         rank=column([(r, b.rows) for r, _, b in fed], np.int64),
         micro=column([(k, b.rows) for _, k, b in fed], np.int64),
         conditional=column([(b.conditional, b.rows) for _, _, b in fed], bool),
         microbatches=tuple(len(w.microbatches) for w in windows),
     )
+
+
+def _filled(case: Case, rows: np.ndarray) -> np.ndarray:
+    """Rows (N, length) of a micro-batch with a length of its own as (N, model.length)."""
+    return np.pad(rows, ((0, 0), (0, case.model.length - rows.shape[1]))) if case.lengths else rows
 
 
 def token_coefficients(rows: Rows, span: str) -> np.ndarray:

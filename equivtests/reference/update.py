@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from equivtests.reference import optimizers
 from equivtests.reference.forward import Sums, Weights, batch_of, row_sums
 from equivtests.reference.rows import Rows, row_coefficients, rows_of
 
-EXTRA, Z, PAIRS = 0.25, 2.0**-6, 2.0**-6  # factors of the auxiliary terms in the objective
+EXTRA, Z, PAIRS, BALANCE = 0.25, 2.0**-6, 2.0**-6, 2.0**-3  # factors of the auxiliary terms in the objective
 CLIP_EPS = 1e-6
 
 States = dict[str, optimizers.State]
@@ -26,6 +26,7 @@ class Gradients:
     """loss: of the window; values: by parameter, absent where no row used it; hidden: mean over rows, or None.
 
     size: norm of the mean of the absolute values that `hidden` is made of: the scale of its rounding.
+    routed: by mixture of experts (`layers.0.moe`), the tokens that each expert took, int64 (E,).
     """
 
     loss: float
@@ -33,6 +34,7 @@ class Gradients:
     kink: float = math.inf
     hidden: Tensor | None = None
     size: float = 0.0
+    routed: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -71,6 +73,7 @@ def gradients(
     trained = [p.name for p in parameters(case.model) if p.trained]
     total: Weights = {}
     loss, kink, hidden, sizes = 0.0, math.inf, [], []
+    routed: dict[str, Tensor] = {}
     if case.model.has("pairs"):
         split = Split([torch.cat(split.groups)], split.compute, split.reduce)
     for group in split.groups:
@@ -83,10 +86,26 @@ def gradients(
         loss, kink = loss + float(part.detach()), min(kink, sums.kink)
         hidden += [] if sums.hidden is None else [sums.hidden]
         sizes += [] if sums.sizes is None else [sums.sizes]
+        for name, tokens_NE in sums.routed.items():
+            routed[name] = routed.get(name, 0) + tokens_NE.sum(dim=0)
     like = next(iter(weights.values())).dtype
     mean, size = (_mean(parts, len(rows) * case.model.length) for parts in (hidden, sizes))
     norm_of_sizes = 0.0 if size is None else float(size.double().norm())
-    return Gradients(loss, {n: g.to(like) for n, g in total.items()}, kink, mean, norm_of_sizes)
+    return Gradients(loss, {n: g.to(like) for n, g in total.items()}, kink, mean, norm_of_sizes, routed)
+
+
+def outputs_at(case: Case, update: int, draw: int, weights: Weights) -> Tensor:
+    """What the model gives for each row of the window of `update` at `weights`, float64 (N, L, V), ordered as `rows_of`.
+
+    Positions that a micro-batch with a length of its own does not have are there too, and mean nothing.
+    """
+    rows = rows_of(case, update)
+    exact = {name: weight.detach().double() for name, weight in weights.items()}
+    batch = batch_of(case.model, case.seed, draw, rows, torch.arange(len(rows)), torch.float64)
+    output = row_sums(exact, batch).output
+    if output is None:
+        raise ValueError(f"case {case.name!r}: what a user's own model gives is not known, only its losses")
+    return output.detach()
 
 
 def _mean(parts: list[Tensor], count: int) -> Tensor | None:
@@ -109,6 +128,8 @@ def objective(case: Case, sums: Sums, tokens: np.ndarray, auxiliary: np.ndarray,
         value = value + EXTRA * (c * sums.terms["extra"]).sum()
     if "z" in sums.terms:
         value = value + Z * (a * sums.terms["z"]).sum()
+    if "balance" in sums.terms:
+        value = value + BALANCE * (a * sums.terms["balance"]).sum()
     if sums.pairs is not None:
         value = value + PAIRS * (a[0] * _pairs(sums.pairs, micro))
     return case.magnitude * value

@@ -1,0 +1,76 @@
+"""What torch's own strategies for split models share: who is fed the same data, and where DTensors lie on the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from equivtests.adapters.native.checkpoint import DistributedCheckpoint
+from equivtests.adapters.places import dtensor_place
+from equivtests.adapters.torch_adapter import Shown
+from equivtests.cases.layout import Layout
+from equivtests.record.observation import Place
+
+
+class SplitModel(DistributedCheckpoint):
+    """A model that is cut over ranks; data ranks are fed different parts of the window, and averaged.
+
+    The names of a DTensor's mesh axes are axes of the layout.
+    """
+
+    @property
+    def layout(self) -> Layout:
+        return self.case.layout
+
+    def data_group(self) -> Any:
+        return self.ranks.group(self.layout.partition("dp"))
+
+    def averaged(self) -> int:
+        return self.layout.dp
+
+    def loss_place(self) -> Place:
+        return Place((), replica=self.layout.copy(self.ranks.rank, "dp"), partial="mean", parts=self.layout.dp)
+
+    # ------------------------------------------------------------------ where things lie
+
+    def place(self, tensor: Tensor) -> Place:
+        """Where a parameter, gradient or moment belongs; copies are numbered by the first rank of each."""
+        if not isinstance(tensor, DTensor):
+            return Place(tuple(tensor.shape), replica=self.ranks.rank)
+        names = tensor.device_mesh.mesh_dim_names or ()
+        cut = [n for n, p in zip(names, tensor.placements, strict=True) if not isinstance(p, Replicate)]
+        return replace(dtensor_place(tensor), replica=self.layout.copy(self.ranks.rank, *cut))
+
+    def shown(self) -> Iterator[Shown]:
+        for name, parameter in self.module.named_parameters():
+            yield name, parameter, self.place(parameter)
+
+    def gradients(self) -> Iterator[Shown]:
+        """A gradient may lie in another way than its parameter: as a part of a sum, or whole."""
+        for name, parameter, _ in self.shown():
+            if parameter.grad is not None:
+                yield name, parameter.grad, self.place(parameter.grad)
+
+    def optimizer_state(self) -> Iterator[Shown]:
+        for name, tensor, _ in super().optimizer_state():
+            yield name, tensor, self.place(tensor)
+
+    # ------------------------------------------------------------------ gradients
+
+    def average(self, gradients: list[Tensor]) -> None:
+        """Average over the data ranks; all of them hold the same parts of the model."""
+        for gradient in gradients:
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if self.layout.dp > 1:
+                dist.all_reduce(local, group=self.data_group())
+                local /= self.layout.dp
+
+    def clip_gradients(self, limit: float, order: float) -> Tensor:
+        norm = torch.nn.utils.clip_grad_norm_([p for _, p in self.trainable()], limit, order)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -1,0 +1,174 @@
+"""One model on a mesh of ranks: what all axes share.
+
+Every axis is a class of its own over `Mesh` (`TensorParallel`, `ContextParallel`, `ExpertParallel`, `PipelineParallel`); a
+product is a class that has several of them as bases. An axis of one rank changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from equivtests.adapters.adapter import Strategy
+from equivtests.adapters.textbook.collectives import any_rank
+from equivtests.adapters.textbook.dp import DataParallel
+from equivtests.adapters.textbook.lines import Line
+from equivtests.adapters.torch_adapter import SHOWN, Shown
+from equivtests.cases.parameters import parameters
+from equivtests.record.observation import Place
+
+SPLIT_WORLDS = frozenset(range(1, 17))
+SPLIT_FEATURES = frozenset(
+    {"bias", "dropout", "extra_head", "gated", "packed", "qk_norm", "shared_kv", "smoothing", "tied", "z_loss"}
+)
+
+
+def split_strategy(name: str, axes: set[str], **changes: Any) -> Strategy:
+    """A strategy of textbook model parallelism, with what all of them share."""
+    shared: dict[str, Any] = {
+        "worlds": SPLIT_WORLDS,
+        "axes": frozenset(axes),
+        "families": frozenset({"gpt"}),
+        "features": SPLIT_FEATURES,
+        "restores": True,
+        "observes": SHOWN,
+    }
+    return Strategy(name, **(shared | changes))
+
+
+@dataclass(frozen=True)
+class Laid:
+    """How a parameter lies on the mesh.
+
+    shape: of the whole; box: (start, stop) per dimension of the part that is here, None for all of it. cut: axes whose ranks
+    hold different parts. partial: axes whose ranks each have a part of the gradient's sum.
+    """
+
+    shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...] | None = None
+    cut: frozenset[str] = frozenset()
+    partial: tuple[str, ...] = ()
+
+
+class Mesh(DataParallel):
+    """Data parallelism over the data ranks (dp · cp); the axes cut the module in `split`, and note it in `laid`."""
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        self.layout = self.case.layout
+        self.laid = {name: Laid(tuple(p.shape)) for name, p in module.named_parameters()}
+        self.split(module)
+        return module
+
+    def split(self, module: nn.Module) -> None:
+        """Cut the module, one axis after the other: an axis calls super().split() first."""
+
+    # ------------------------------------------------------------------ the mesh
+
+    def line(self, *axes: str) -> Line:
+        """This rank's group along one axis, or along several together."""
+        ranks = self.layout.group(self.ranks.rank, *axes)
+        group = self.ranks.group(self.layout.partition(*axes)) if len(ranks) > 1 else None
+        return Line(group, ranks, ranks.index(self.ranks.rank))
+
+    def data_group(self) -> Any:
+        return self.ranks.group(self.layout.partition("dp"))
+
+    def averaged(self) -> int:
+        return self.layout.dp * self.layout.cp
+
+    def copy(self, *cut: str) -> int:
+        """Number of the copy that this rank holds part of, of what is cut over these axes."""
+        return self.layout.copy(self.ranks.rank, *cut)
+
+    def loss_place(self) -> Place:
+        return Place((), replica=self.copy("dp", "cp"), partial="mean", parts=self.averaged())
+
+    # ------------------------------------------------------------------ parameters
+
+    def lay(self, name: str, **changes: Any) -> None:
+        """Note how a parameter lies on the mesh."""
+        self.laid[name] = replace(self.laid[name], **changes)
+
+    def canonical(self, name: str) -> str:
+        """The canonical name of a parameter of the module as it is cut."""
+        return name
+
+    def shown(self) -> Iterator[Shown]:
+        for own_name, parameter in self.module.named_parameters():
+            name = self.canonical(own_name)
+            laid = self.laid[name]
+            yield name, parameter, Place(laid.shape, laid.box, replica=self.copy(*sorted(laid.cut)))
+
+    def globally_used(self) -> list[tuple[str, Tensor]]:
+        """Parameters of this rank that some rank of the whole mesh has a gradient for."""
+        here = dict(self.trainable())
+        names = [p.name for p in parameters(self.case.model)]
+        used = any_rank([n in here and here[n].grad is not None for n in names], self.ranks.device)
+        return [(n, here[n]) for n, yes in zip(names, used, strict=True) if yes and n in here]
+
+    # ------------------------------------------------------------------ gradients
+
+    def synchronize(self) -> None:
+        for _, parameter in self.globally_used():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.sum_partial()
+        self.average_data()
+
+    def sum_partial(self) -> None:
+        """Add up gradients whose parts lie along an axis: of norms and biases that saw parts of a sequence or some heads."""
+        for axes in sorted({laid.partial for laid in self.laid.values() if laid.partial}):
+            self.sum_over(self.line(*axes), self.gradients_of(lambda laid, axes=axes: laid.partial == axes))
+
+    def average_data(self) -> None:
+        """Average over all data ranks; experts are shared by fewer of them, but their tokens came from all."""
+        self.sum_over(self.line("dp", "cp"), self.gradients_of(lambda laid: "ep" not in laid.cut))
+        self.sum_over(self.line("edp"), self.gradients_of(lambda laid: "ep" in laid.cut))
+        for gradient in self.gradients_of(lambda laid: True):
+            gradient.div_(self.averaged())
+
+    def gradients_of(self, chosen: Any) -> list[Tensor]:
+        """The gradients of the parameters here whose `Laid` is chosen."""
+        return [p.grad for name, p in self.trainable() if p.grad is not None and chosen(self.laid[name])]
+
+    def sum_over(self, line: Line, gradients: list[Tensor]) -> None:
+        """One all-reduce of one flat bucket."""
+        if gradients and line.size > 1:
+            flat = line.sum(_flatten_dense_tensors(gradients))
+            for gradient, total in zip(gradients, _unflatten_dense_tensors(flat, gradients), strict=True):
+                gradient.copy_(total)
+
+    def gradient_norm(self, order: float) -> Tensor:
+        """Every element once: of what several ranks hold, the first copy counts."""
+        own = [g.flatten() for name, g, _ in self.gradients() if self.counts_here(name)]
+        flat = torch.cat([*own, torch.zeros(1, dtype=self.dtype, device=self.ranks.device)])
+        everyone = self.line("world")
+        if order == math.inf:
+            return everyone.max(torch.linalg.vector_norm(flat, order))
+        return everyone.sum((flat * flat).sum()).sqrt()
+
+    def counts_here(self, name: str) -> bool:
+        """Whether this rank's part of a parameter is of the first copy."""
+        return self.copy(*sorted(self.laid[name].cut)) == 0
+
+    # ------------------------------------------------------------------ checkpoints: every rank writes what it holds
+
+    def save_tensors(self, directory: Path) -> None:
+        held = {f"weight/{n}": p.detach().contiguous() for n, p, _ in self.shown()}
+        state = {f"state/{n}": t.detach().contiguous() for n, t, _ in self.optimizer_state()}
+        save_file(held | state, directory / f"rank-{self.ranks.rank}.safetensors")
+
+    def load_tensors(self, directory: Path) -> None:
+        saved = load_file(directory / f"rank-{self.ranks.rank}.safetensors")
+        with torch.no_grad():
+            for name, parameter, _ in self.shown():
+                parameter.copy_(saved[f"weight/{name}"])
+        self.load_optimizer({n.removeprefix("state/"): t for n, t in saved.items() if n.startswith("state/")})
