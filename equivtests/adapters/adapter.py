@@ -178,7 +178,12 @@ def undivided(case: Case) -> str:
 def cut_sizes(model: Model) -> dict[str, int]:
     """The sizes that tensor parallelism cuts, by name."""
     if model.family in ("gpt", "moe"):
-        return {"heads": model.heads, "key/value heads": model.kv, "hidden width": 2 * model.width, "vocabulary": model.vocabulary}
+        return {
+            "heads": model.heads,
+            "key/value heads": model.kv,
+            "hidden width": 2 * model.width,
+            "vocabulary": model.vocabulary,
+        }
     if model.family == "linear":
         return {"inputs": model.inputs, "outputs": model.outputs}
     return {"width": model.width}

@@ -8,6 +8,7 @@ TEXTBOOK = (
     "equivtests.adapters.textbook.zero:Zero2",
     "equivtests.adapters.textbook.zero:Zero3",
     "equivtests.adapters.textbook.tensor:TensorParallel",
+    "equivtests.adapters.textbook.expert:ExpertParallel",
 )
 NATIVE = (
     "equivtests.adapters.native.ddp:DDP",

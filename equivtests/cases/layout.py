@@ -141,8 +141,9 @@ class Layout:
         fits = not self.stages or (len(self.stages) == self.stage_count and sum(self.stages) == depth)
         yield fits, f"layout.stages must be {self.stage_count} numbers that add up to the depth {depth}"
         yield min(self.stages, default=0) >= 0, "layout.stages must not be negative"
-        yield self.pp == 1 or bool(self.stages) or depth >= self.stage_count, (
-            f"{self.stage_count} stages, but only {depth} layers: say in layout.stages which stages have none"
+        yield (
+            self.pp == 1 or bool(self.stages) or depth >= self.stage_count,
+            (f"{self.stage_count} stages, but only {depth} layers: say in layout.stages which stages have none"),
         )
 
 
@@ -164,7 +165,22 @@ def _coordinates(layout: Layout) -> tuple[dict[str, int], ...]:
     return tuple(found)
 
 
-NAMED = ("tp", "cp", "pp", "ep", "dp", "shard", "replicate", "edp", "dp cp", "dp tp", "cp tp", "dp cp tp", "tp pp", "world")
+NAMED = (
+    "tp",
+    "cp",
+    "pp",
+    "ep",
+    "dp",
+    "shard",
+    "replicate",
+    "edp",
+    "dp cp",
+    "dp tp",
+    "cp tp",
+    "dp cp tp",
+    "tp pp",
+    "world",
+)
 
 
 @cache

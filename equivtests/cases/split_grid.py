@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from equivtests.cases.case import DOUBLE, Case, Model, Optimizer, Precision, Semantics, Windows
-from equivtests.cases.grid import ADAM, ADAMW, CLIPPED, MOMENTUM, SGD, Tier, fold, includes, longest
+from equivtests.cases.grid import ADAM, ADAMW, CLIPPED, MOMENTUM, RAGGED, SGD, Tier, fold, includes, longest
 from equivtests.cases.layout import Layout, layout_of
 
 
@@ -99,9 +99,13 @@ DYADIC = Model("mlp", width=4, depth=2, inputs=4, outputs=4, features=BIAS, numb
 GATED = Model("gated_mlp", width=8, features=BIAS)
 GPT = Model("gpt", width=16, heads=4, depth=1, vocabulary=16, features=BIAS)
 ODD_GPT = Model("gpt", width=12, heads=3, depth=1, vocabulary=13, features=BIAS)
-GROUPED = Model("gpt", width=16, heads=4, kv_heads=2, depth=2, vocabulary=16, features=("bias", "gated", "qk_norm", "tied"))
+GROUPED = Model(
+    "gpt", width=16, heads=4, kv_heads=2, depth=2, vocabulary=16, features=("bias", "gated", "qk_norm", "tied")
+)
 SHARED = Model("gpt", width=16, heads=4, depth=1, vocabulary=16, features=("bias", "qk_norm", "shared_kv"))
-AUXILIARY = Model("gpt", width=16, heads=4, depth=1, vocabulary=16, features=("bias", "extra_head", "smoothing", "z_loss"))
+AUXILIARY = Model(
+    "gpt", width=16, heads=4, depth=1, vocabulary=16, features=("bias", "extra_head", "smoothing", "z_loss")
+)
 DROPPED = Model("gpt", width=16, heads=4, depth=4, vocabulary=16, features=("bias", "dropout"))
 PACKED = Model("gpt", width=16, heads=4, depth=1, vocabulary=16, features=("bias", "packed"))
 TALL = Model("gpt", width=8, heads=4, depth=4, vocabulary=16, features=BIAS)
@@ -112,6 +116,16 @@ TURNED = Model("gpt", width=8, depth=2, vocabulary=16, features=BIAS)
 EIGHT = Model("gpt", width=8, depth=8, vocabulary=16, features=())
 EXPERTS = Model("moe", width=8, depth=1, vocabulary=16, experts=4, top_k=2, features=("balance", "bias"))
 LIMITED = Model("moe", width=8, depth=1, vocabulary=16, experts=4, capacity=2, features=("balance",))
+IDLE = Model("moe", width=8, depth=1, vocabulary=16, experts=6, features=BIAS)
+RICH = Model(
+    "moe",
+    width=8,
+    vocabulary=16,
+    experts=5,
+    top_k=2,
+    capacity=4,
+    features=("balance", "bias", "dropout", "extra_head", "gated", "qk_norm", "smoothing", "tied", "z_loss"),
+)
 CHAIN = Model("chain", depth=4)
 
 TP = "tp4 dp2-tp2"
@@ -144,6 +158,8 @@ SPLIT_GRID: tuple[SplitRow, ...] = (
     split("gpt-lengths", "default", "sequences whose length changes inside a window", f"{TP} {CP} pp4 dp2-pp2", TALL, SHORT,
           lengths=(4, 8)),
     split("moe-capacity", "default", "experts that drop tokens", EP, LIMITED, FOUR),
+    split("moe-idle", "default", "experts, and a rank, that no token goes to, and a rank without rows", EP, IDLE, RAGGED, MOMENTUM),
+    split("moe-clip", "default", "two mixtures with all features, clipping", f"{EP} dp2-ep2", RICH, FOUR, CLIPPED_TINY),
     split("chain", "default", "the smallest model with depth", "pp4 pp2", CHAIN, STAGED),
     split("gpt-tied", "default", "the embedding is also the head, on another stage", "pp4 dp2-pp2 tp2-pp2", TIED, STAGED, ADAM),
     split("gpt-clip", "default", "clipping by the norm of all stages", "pp4 dp2-pp2 tp2-pp2", DEEP, STAGED, CLIPPED),

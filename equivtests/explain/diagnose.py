@@ -58,7 +58,7 @@ def diagnose(view: View, check: Check) -> list[str]:
 
 def fed_by_ranks(view: View, check: Check) -> Lines:
     """Did ranks feed the same samples, or was a remainder dropped?"""
-    shown = fed(view, check.update).samples(view)
+    shown = fed(view.case, view.observations("inputs", check.update)).samples(view.case.model)
     wanted = set(rows_of(view.case, check.update).ids.tolist())
     ranks = Counter(i for samples in shown.values() for i in samples)
     shared = sorted(i for i, n in ranks.items() if n > 1)

@@ -15,6 +15,8 @@ from equivtests.cases.case import Semantics
 from equivtests.cases.parameters import initial
 from equivtests.judge.check import Check, Verdict
 from equivtests.judge.feeds import fed
+from equivtests.judge.forward import masks, outputs, routing
+from equivtests.judge.schedule import schedule
 from equivtests.judge.tolerance import Distance, elementwise, equal, radius_floor, rounded
 from equivtests.judge.view import View
 from equivtests.own import UNKNOWN, loaded
@@ -91,11 +93,11 @@ def number(view: View, kind: str, update: int) -> float | None:
 
 def samples(view: View, update: int) -> Checks:
     """The ids decoded from what reached the forward passes are those of the window, each once."""
-    shown = fed(view, update)
+    shown = fed(view.case, view.observations("inputs", update))
     if shown.problem:
         yield view.failed("samples", update, "ids", shown.problem, shown.rank)
         return
-    by_rank = shown.samples(view)
+    by_rank = shown.samples(view.case.model)
     wanted = Counter(rows_of(view.case, update).ids.tolist())
     found = sum(by_rank.values(), Counter())
     skipped = view.expectation.steps[update].skipped
@@ -471,6 +473,10 @@ PER_UPDATE: tuple[Callable[[View, int], Checks], ...] = (
     *COUNTERS,
     samples,
     tokens,
+    schedule,
+    masks,
+    routing,
+    outputs,
     loss,
     gradient,
     clipping(scalar("norm", "norm", observed_norm, working)),

@@ -11,8 +11,8 @@ import numpy as np
 from equivtests.adapters.adapter import Strategy
 from equivtests.cases.case import Case
 from equivtests.cases.parameters import parameters
-from equivtests.cases.windows import decode_ids
 from equivtests.judge.assemble import incomplete
+from equivtests.judge.feeds import fed, sample_shapes
 from equivtests.record.observation import SINGLE, Observation, Record
 from equivtests.reference.expectation import trajectory
 from equivtests.reference.rows import rows_of
@@ -24,7 +24,7 @@ COUNTERS = ("step", "cursor", "random_state", "loss_scale")
 ENTERING = frozenset({"weight", "state", "buffer", *COUNTERS})
 """Kinds that carry the number of the update that they enter."""
 
-NOT_PARTS = frozenset({"inputs", "tokens", "bytes"})
+NOT_PARTS = frozenset({"inputs", "tokens", "bytes", "output", "mask", "timeline"})
 """Kinds whose arrays are not copies or parts of one tensor."""
 
 
@@ -89,8 +89,11 @@ class Form:
         shown = [o for parts in self.parts.get(("inputs", update), {}).values() for o in parts]
         if not shown or update == self.case.updates:
             return
-        readable = [o for o in shown if not observation_problem(self.case, o)]
-        found = Counter(i for o in readable for i in decode_ids(self.case.model, o.values()).tolist())
+        whole = fed(self.case, [o for o in shown if not observation_problem(self.case, o)])
+        if whole.problem:
+            yield f"inputs of update {update}: {whole.problem}"
+            return
+        found = sum(whole.samples(self.case.model).values(), Counter())
         lost = sorted((Counter(rows_of(self.case, update).ids.tolist()) - found).elements())
         if lost:
             yield f"inputs of update {update}: samples {', '.join(map(str, lost))} shown by no rank"
@@ -152,9 +155,9 @@ def observation_problem(case: Case, o: Observation) -> str:
         return f"place.shape is {tuple(o.place.shape)}, but the whole parameter has shape {shapes[o.name]}"
     if o.kind in SINGLE - {"bytes"} and o.name != o.kind:
         return f"its name is to be {o.kind}"
-    if o.kind == "inputs" and o.array.shape[1:] != rows_of(case, 0).inputs.shape[1:]:
-        row = rows_of(case, 0).inputs.shape[1:]
-        return f"shape {o.array.shape}, but what reached the forward pass has rows of shape {row}"
+    rows = sample_shapes(case, o.microbatch)
+    if o.kind == "inputs" and (o.array.shape if o.place.box is None else o.place.shape)[1:] not in rows:
+        return f"shape {o.array.shape}, but what reached the forward pass has rows of shape {rows[0]}"
     if o.values().dtype.kind == "f" and not np.isfinite(o.values()).all():
         return "not finite (NaN or infinity)"
     return ""

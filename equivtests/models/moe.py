@@ -13,6 +13,18 @@ DROPPED = -1
 """Stands in the place of an expert that had no room for the token."""
 
 
+class Experts(nn.ModuleDict):
+    """The experts by number. Replace them where ranks hold some of them each."""
+
+    def forward(self, x_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """Σ over chosen experts of factor · expert(x), (T, D). Every expert is called, so that no gradient is absent."""
+        y_TD = torch.zeros_like(x_TD)
+        for name, expert in self.items():
+            token, slot = (chosen_TK == int(name)).nonzero(as_tuple=True)
+            y_TD = y_TD.index_add(0, token, (weight_TK[token, slot, None] * expert(x_TD[token])).to(y_TD.dtype))
+        return y_TD
+
+
 class MoE(nn.Module):
     """Σ over a token's chosen experts of probability · expert(x), without renormalization.
 
@@ -26,13 +38,13 @@ class MoE(nn.Module):
         self.top_k, self.capacity, self.balanced = model.top_k, model.capacity, model.has("balance")
         self.count = model.experts
         self.router = nn.Linear(model.width, model.experts, bias=False)
-        self.experts = nn.ModuleDict({str(e): feedforward(model) for e in range(model.experts)})
+        self.experts = Experts({str(e): feedforward(model) for e in range(model.experts)})
         self.balance: Tensor | None = None
         self.routed = torch.zeros(model.experts, dtype=torch.int64)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         chosen_TK, weight_TK = self.route(x_BLD)
-        return self.run(x_BLD.flatten(0, 1), chosen_TK, weight_TK).view_as(x_BLD)
+        return self.experts(x_BLD.flatten(0, 1), chosen_TK, weight_TK).view_as(x_BLD)
 
     def route(self, x_BLD: Tensor) -> tuple[Tensor, Tensor]:
         """(experts of every token, int64 (T, k), DROPPED where one had no room; factors on what they give, (T, k))."""
@@ -71,11 +83,3 @@ class MoE(nn.Module):
     def one_hot(self, chosen_BLK: Tensor) -> Tensor:
         """int64 (B, L, K, E)."""
         return (chosen_BLK[..., None] == torch.arange(self.count, device=chosen_BLK.device)).long()
-
-    def run(self, x_TD: Tensor, chosen_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        """Σ over chosen experts of factor · expert(x), (T, D). Every expert is called, so that no gradient is absent."""
-        y_TD = torch.zeros_like(x_TD)
-        for name, expert in self.experts.items():
-            token, slot = (chosen_TK == int(name)).nonzero(as_tuple=True)
-            y_TD = y_TD.index_add(0, token, (weight_TK[token, slot, None] * expert(x_TD[token])).to(y_TD.dtype))
-        return y_TD

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from equivtests.cases import numbers
-from equivtests.cases.case import Model
+from equivtests.cases.case import Case, Model
 from equivtests.own import loaded
 from equivtests.reference.own import row_losses
-from equivtests.reference.rows import Rows
+from equivtests.reference.rows import Rows, rows_of
 
 Weights = dict[str, Tensor]
 
@@ -133,6 +133,17 @@ def _dropout(batch: Batch, site: str, like: Tensor) -> Tensor:
     streams = [numbers.real(batch.seed, f"dropout.{site}.{batch.draw}.{i}", shape) for i in batch.ids]
     kept = np.array([(s < 0.5) * (4 / 3) for s in streams]).reshape(like.shape)
     return torch.from_numpy(kept).to(like.dtype)
+
+
+def dropout_masks(case: Case, update: int, draw: int) -> dict[str, np.ndarray]:
+    """Which elements dropout keeps, bool (N, L, D), in the order of `rows_of`, by site; `draw`: updates made so far."""
+    model, rows = case.model, rows_of(case, update)
+    if not model.has("dropout"):
+        return {}
+    features = model.outputs if model.family == "mlp" and model.depth == 1 else model.width
+    shape = (model.length, features)
+    drawn = [numbers.real(case.seed, f"dropout.{model.family}.{draw}.{i}", shape) for i in rows.ids.tolist()]
+    return {model.family: np.array(drawn).reshape(-1, *shape) < 0.5}
 
 
 def _normalize(w: Weights, name: str, x: Tensor) -> Tensor:

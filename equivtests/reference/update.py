@@ -94,15 +94,17 @@ def gradients(
     return Gradients(loss, {n: g.to(like) for n, g in total.items()}, kink, mean, norm_of_sizes, routed)
 
 
-def outputs_at(case: Case, update: int, draw: int, weights: Weights) -> Tensor:
-    """What the model gives for each row of the window of `update` at `weights`, float64 (N, L, V), ordered as `rows_of`.
+def outputs_at(
+    case: Case, update: int, draw: int, weights: Weights, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """What the model gives for each row of the window of `update` at `weights`, (N, L, V), ordered as `rows_of`.
 
     Positions that a micro-batch with a length of its own does not have are there too, and mean nothing.
     """
     rows = rows_of(case, update)
-    exact = {name: weight.detach().double() for name, weight in weights.items()}
-    batch = batch_of(case.model, case.seed, draw, rows, torch.arange(len(rows)), torch.float64)
-    output = row_sums(exact, batch).output
+    cast = {name: weight.detach().to(dtype) for name, weight in weights.items()}
+    batch = batch_of(case.model, case.seed, draw, rows, torch.arange(len(rows)), dtype)
+    output = row_sums(cast, batch).output
     if output is None:
         raise ValueError(f"case {case.name!r}: what a user's own model gives is not known, only its losses")
     return output.detach()

@@ -51,12 +51,6 @@ class SplitModel(DistributedCheckpoint):
         for name, parameter in self.module.named_parameters():
             yield name, parameter, self.place(parameter)
 
-    def gradients(self) -> Iterator[Shown]:
-        """A gradient may lie in another way than its parameter: as a part of a sum, or whole."""
-        for name, parameter, _ in self.shown():
-            if parameter.grad is not None:
-                yield name, parameter.grad, self.place(parameter.grad)
-
     def optimizer_state(self) -> Iterator[Shown]:
         for name, tensor, _ in super().optimizer_state():
             yield name, tensor, self.place(tensor)

@@ -27,8 +27,8 @@ HEADS, SEQUENCE = 1, 1
 class Replicated(ParallelStyle):
     """Parameters that every rank keeps whole, as DTensors: clipping and optimizers want all parameters on one mesh.
 
-    enter: how inputs lie that are no DTensors. leave: how the output is to lie; it leaves as a local tensor. partial: each rank
-    uses a part of the output only, so that the output's gradients are parts of a sum.
+    enter: how inputs lie that are no DTensors. leave: how the output is to lie; it leaves as a local tensor. partial: each
+    rank uses a part of the output only, so that the output's gradients are parts of a sum.
     """
 
     def __init__(self, enter: Placement = Replicate(), leave: Placement = Replicate(), partial: bool = False) -> None:

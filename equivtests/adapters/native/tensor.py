@@ -28,13 +28,12 @@ TENSOR_FAMILIES = frozenset({"linear", "mlp", "gated_mlp", "gpt"})
 
 
 def tensor_strategy(name: str, **changes: Any) -> Strategy:
-    """A strategy on DTensors. Sums over parts of gradients are made inside the optimizer: not its arithmetic alone."""
+    """A strategy on DTensors, with what all of them share."""
     shared: dict[str, Any] = {
         "worlds": frozenset(range(1, 17)),
         "axes": frozenset({"dp", "tp"}),
         "families": TENSOR_FAMILIES,
         "features": TENSOR_FEATURES,
-        "arithmetic": "own",
         "observes": SHOWN,
     }
     return Strategy(name, **(shared | changes))
@@ -64,8 +63,8 @@ def local(tensor: Tensor) -> Tensor:
 class TensorParallel(SplitModel):
     """parallelize_module with a plan per layer. Data ranks, if there are several, are averaged by hand.
 
-    dtensor-tp: every rank gathers the logits; dtensor-tp-loss: they stay cut, the loss is parallel; dtensor-tp-sequence: norms,
-    dropout and the loss are parallel, too.
+    dtensor-tp: every rank gathers the logits; dtensor-tp-loss: they stay cut, the loss is parallel; dtensor-tp-sequence:
+    norms and dropout are parallel, too.
     """
 
     def claims(self) -> Claims:
@@ -124,7 +123,8 @@ class TensorParallel(SplitModel):
         return loss_parallel() if self.parallel_loss else nullcontext()
 
     def synchronize(self) -> None:
+        """Every gradient as its parameter lies: parts of sums are added up, before clipping and optimizer use them."""
         for _, parameter in self.trainable():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        self.average([p.grad for _, p in self.trainable() if p.grad is not None])
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+        self.average([p.grad for _, p in self.trainable()])

@@ -18,12 +18,16 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from equivtests.adapters.adapter import Strategy
+from equivtests.adapters.context import Ranks
+from equivtests.adapters.places import show
 from equivtests.adapters.textbook.collectives import any_rank
 from equivtests.adapters.textbook.dp import DataParallel
 from equivtests.adapters.textbook.lines import Line
 from equivtests.adapters.torch_adapter import SHOWN, Shown
+from equivtests.cases.case import Case
 from equivtests.cases.parameters import parameters
-from equivtests.record.observation import Place
+from equivtests.cases.windows import MicroBatch
+from equivtests.record.observation import Observe, Place
 
 SPLIT_WORLDS = frozenset(range(1, 17))
 SPLIT_FEATURES = frozenset(
@@ -39,7 +43,7 @@ def split_strategy(name: str, axes: set[str], **changes: Any) -> Strategy:
         "families": frozenset({"gpt"}),
         "features": SPLIT_FEATURES,
         "restores": True,
-        "observes": SHOWN,
+        "observes": SHOWN | {"mask", "output"},
     }
     return Strategy(name, **(shared | changes))
 
@@ -67,6 +71,15 @@ class Mesh(DataParallel):
         self.split(module)
         return module
 
+    def setup(self, case: Case, ranks: Ranks) -> None:
+        super().setup(case, ranks)
+        self.passing, self.kept = 0, list[tuple[str, int, Tensor]]()
+        if getattr(self.module, "dropout", None) is not None:
+            self.module.dropout.watch = lambda site, mask: self.keep("mask", mask, site)
+        last = self.output_layer()
+        if last is not None:
+            last.register_forward_hook(lambda module, arguments, output: self.keep("output", output.detach().clone()))
+
     def split(self, module: nn.Module) -> None:
         """Cut the module, one axis after the other: an axis calls super().split() first."""
 
@@ -90,6 +103,57 @@ class Mesh(DataParallel):
 
     def loss_place(self) -> Place:
         return Place((), replica=self.copy("dp", "cp"), partial="mean", parts=self.averaged())
+
+    # ------------------------------------------------------------------ what forward passes did
+
+    def output_layer(self) -> nn.Module | None:
+        """The layer of this rank that gives the outputs of the model, if it has one."""
+        names = {"linear": "linear", "gated_mlp": "down", "mlp": f"layers.{self.case.model.depth - 1}"}
+        name = names.get(self.case.model.family, "head")
+        return dict(self.module.named_modules()).get(name)
+
+    def forward_backward(self, k: int, batch: MicroBatch, last: bool) -> Tensor:
+        self.passing = k
+        return super().forward_backward(k, batch, last)
+
+    def keep(self, kind: str, tensor: Tensor, site: str = "output") -> None:
+        """Note what the forward pass of the micro-batch `passing` did; it is shown with the update."""
+        self.kept.append((kind if kind == "output" else f"{kind}/{site}", self.passing, tensor))
+
+    def show_update(self, observe: Observe, loss: Tensor) -> None:
+        super().show_update(observe, loss)
+        for label, k, tensor in self.kept:
+            kind, _, site = label.partition("/")
+            if len(tensor):
+                self.show_pieces(observe, kind, site or kind, tensor, k)
+        self.kept.clear()
+
+    def show_pieces(self, observe: Observe, kind: str, name: str, tensor: Tensor, k: int) -> None:
+        """Show (rows, positions here, features here), each contiguous piece of the sequence by itself."""
+        pieces = self.mask_pieces(k) if kind == "mask" else self.pieces(k)
+        features = self.output_span() if kind == "output" else None
+        shape = (len(tensor), self.case.length(k), features[2] if features else tensor.shape[2])
+        span = features[:2] if features else (0, shape[2])
+        replica = self.copy(*(axis for axis in ("cp", "tp") if self.cuts(kind, axis)))
+        for part, piece in zip(tensor.split([b - a for a, b in pieces], dim=1), pieces, strict=True):
+            place = Place(shape, box=((0, len(tensor)), piece, span), replica=replica)
+            show(observe, kind, name, part, update=self.window.update, microbatch=k, place=place)
+
+    def pieces(self, k: int) -> list[tuple[int, int]]:
+        """(start, stop) of the contiguous pieces of every sequence of micro-batch `k` that are here, in order."""
+        return [(0, self.case.length(k))]
+
+    def mask_pieces(self, k: int) -> list[tuple[int, int]]:
+        """The same where dropout acts."""
+        return self.pieces(k)
+
+    def output_span(self) -> tuple[int, int, int] | None:
+        """(start, stop, all) of the output features here; None: all of them."""
+        return None
+
+    def cuts(self, kind: str, axis: str) -> bool:
+        """Whether the ranks along an axis have different parts of what is shown."""
+        return axis == "cp"
 
     # ------------------------------------------------------------------ parameters
 

@@ -202,9 +202,26 @@ class TensorParallel(Mesh):
         """The whole length, and the positions here, of which there are `length`."""
         return length * self.tp.size, slice(self.tp.index * length, (self.tp.index + 1) * length)
 
+    # ------------------------------------------------------------------ what is shown of forward passes
+
+    def mask_pieces(self, k: int) -> list[tuple[int, int]]:
+        """Under sequence parallelism, dropout acts on this rank's positions."""
+        return [self.tp.span(self.case.length(k))] if self.cuts("mask", "tp") else super().mask_pieces(k)
+
+    def output_span(self) -> tuple[int, int, int] | None:
+        vocabulary = self.case.model.vocabulary
+        return (*self.tp.span(vocabulary), vocabulary) if self.cuts("output", "tp") else super().output_span()
+
+    def cuts(self, kind: str, axis: str) -> bool:
+        if axis != "tp" or self.tp.size == 1:
+            return super().cuts(kind, axis)
+        return self.sequence_parallel if kind == "mask" else self.case.model.decoder
+
     # ------------------------------------------------------------------ cutting one layer
 
-    def column(self, module: nn.Module, name: str, span: tuple[int, int] | None = None, leave: Step | None = None) -> None:
+    def column(
+        self, module: nn.Module, name: str, span: tuple[int, int] | None = None, leave: Step | None = None
+    ) -> None:
         """Cut the outputs of a linear layer."""
         layer = linear(module, name)
         span = span or self.tp.span(layer.weight.shape[0])
