@@ -52,8 +52,9 @@ def values_of(case: Case) -> list[Value]:
 
 def _run(case: Case) -> Iterator[Value]:
     weights, states, made = canonical_weights(case, getattr(torch, case.precision.weights)), {}, 0
-    mean = np.zeros(case.model.width if case.model.depth > 1 else case.model.outputs, case.precision.weights)
-    yield from _entering(case, 0, made, weights, states, mean)
+    width = case.model.width if case.model.depth > 1 else case.model.outputs
+    buffers = {name: np.zeros(width, case.precision.weights) for name in buffers_of(case)}
+    yield from _entering(case, 0, made, weights, states, buffers)
     for update in range(case.updates):
         yield Value("tokens", "tokens", update, np.array(case.tokens(update)))
         if case.tokens(update):
@@ -67,10 +68,18 @@ def _run(case: Case) -> Iterator[Value]:
             scalars = {"norm": total, "clip": coefficient, "lr": rate}
             yield from (Value(kind, kind, update, np.array(x)) for kind, x in scalars.items())
             weights, states = one.apply(case, case.semantics, made, weights, found.values, coefficient, states)
-            if found.hidden is not None:
-                mean = (mean + 0.25 * (found.hidden.double().numpy() - mean)).astype(mean.dtype)
+            for name, value in buffers.items():
+                target, _ = found.toward(name)
+                assert target is not None
+                buffers[name] = (value + 0.25 * (target.double().numpy() - value)).astype(value.dtype)
             made += 1
-        yield from _entering(case, update + 1, made, weights, states, mean)
+        yield from _entering(case, update + 1, made, weights, states, buffers)
+
+
+def buffers_of(case: Case) -> list[str]:
+    """Names of the buffers that the model of a case has."""
+    names = {"running": ("running.mean",), "batch_norm": ("batch_norm.mean", "batch_norm.var")}
+    return [name for feature, held in names.items() if case.model.has(feature) for name in held]
 
 
 def by_rank(case: Case, update: int) -> one.Split:
@@ -89,12 +98,11 @@ def _inputs(case: Case, update: int) -> Iterator[Value]:
                 yield Value("inputs", "inputs", update, array, rank=rank, microbatch=k)
 
 
-def _entering(case: Case, update: int, made: int, weights: Any, states: Any, mean: np.ndarray) -> Iterator[Value]:
+def _entering(case: Case, update: int, made: int, weights: Any, states: Any, buffers: Any) -> Iterator[Value]:
     yield from (Value("weight", n, update, w.numpy(), parted=True) for n, w in weights.items())
     for name, state in states.items():
         yield from (Value("state", f"{name}/{key}", update, t.numpy(), parted=t.ndim > 0) for key, t in state.items())
-    if case.model.has("running"):
-        yield Value("buffer", "running.mean", update, mean)
+    yield from (Value("buffer", name, update, value) for name, value in buffers.items())
     scaling = case.precision.loss_scale
     scale = scaling.initial * 2.0 ** (made // scaling.growth_interval) if scaling else 1.0
     scalars = {"step": made, "random_state": made, "cursor": update, "loss_scale": scale}

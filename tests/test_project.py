@@ -38,7 +38,7 @@ IMPORTS = {
     "chapters": "errors own cases record reference adapters ranks judge explain",
     "mutants": "errors cases record models reference adapters ranks judge chapters",
     "report": "own cases reference chapters judge",
-    "cli": "campaign errors own cases adapters ranks judge explain chapters report",
+    "cli": "campaign errors own cases reference adapters ranks judge explain chapters report",
     "campaign": "errors chapters judge ranks report",
     "suite": "campaign chapters explain mutants report",
     "plugin": "errors cases adapters ranks judge suite",

@@ -16,6 +16,7 @@ from equivtests.cases.layout import Layout
 from equivtests.cases.windows import Feed, Window
 from equivtests.record.observation import KINDS, Observe
 from equivtests.reference.ledger import EXPECTED, Cut
+from equivtests.reference.split_ledger import SPLIT_EXPECTED
 
 if TYPE_CHECKING:
     from equivtests.adapters.context import Ranks
@@ -59,8 +60,8 @@ class Strategy:
     ragged: ranks may have unequal numbers of micro-batches.
     replicates: layouts with `replicate` > 1 are possible. shards: what is cut over the ranks: weights, gradients, state.
     arithmetic: "torch" if weights are updated by torch's for-loop or foreach optimizers (judged bitwise), else "own".
-    observes: kinds that every run shows. algorithm: row of `reference.ledger.EXPECTED` that the collectives follow, or
-    None (not claimed). cut: how what is sharded is cut, as `reference.ledger.Cut` says. units: what is wrapped on its
+    observes: kinds that every run shows. algorithm: row of `reference.ledger.EXPECTED` that the collectives follow, or rows of
+    `reference.split_ledger.SPLIT_EXPECTED` joined by "+" (models that are split), or None (not claimed). cut: how what is sharded is cut, as `reference.ledger.Cut` says. units: what is wrapped on its
     own: the whole model, or every layer and the rest as the root.
     """
 
@@ -94,8 +95,9 @@ class Strategy:
     known: tuple[KnownDivergence, ...] = ()
 
     def __post_init__(self) -> None:
+        parts = self.algorithm.split("+") if self.algorithm else []
         words = (
-            ("algorithm", {self.algorithm} if self.algorithm else (), EXPECTED),
+            ("algorithm", parts, SPLIT_EXPECTED if len(parts) > 1 else [*EXPECTED, *SPLIT_EXPECTED]),
             ("axes", self.axes, ALL_AXES),
             ("families", self.families, ALL_FAMILIES),
             ("features", self.features, FEATURES),

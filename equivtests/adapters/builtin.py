@@ -8,7 +8,12 @@ TEXTBOOK = (
     "equivtests.adapters.textbook.zero:Zero2",
     "equivtests.adapters.textbook.zero:Zero3",
     "equivtests.adapters.textbook.tensor:TensorParallel",
+    "equivtests.adapters.textbook.pipeline:PipelineParallel",
+    "equivtests.adapters.textbook.context:ContextParallel",
     "equivtests.adapters.textbook.expert:ExpertParallel",
+    "equivtests.adapters.textbook.products:TensorPipeline",
+    "equivtests.adapters.textbook.products:ContextTensor",
+    "equivtests.adapters.textbook.products:ContextPipeline",
 )
 NATIVE = (
     "equivtests.adapters.native.ddp:DDP",

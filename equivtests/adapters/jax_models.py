@@ -17,7 +17,6 @@ Weights = dict[str, jax.Array]
 Terms = dict[str, jax.Array]
 """By name of a loss term, a scalar: main, extra, z, pairs."""
 
-HEADS = 2
 KEEP = 0.75  # probability that dropout keeps an element
 
 FACTORS = {"main": 1.0, "extra": 0.25, "z": 2.0**-6, "pairs": 2.0**-6}  # of the loss terms in the objective
@@ -153,13 +152,13 @@ def normalize(weights: Weights, name: str, x: jax.Array) -> jax.Array:
 
 
 def attention(model: Model, weights: Weights, name: str, x_BLD: jax.Array) -> jax.Array:
-    """Causal attention with two heads."""
-    size = model.width // HEADS
+    """Causal attention; each head of keys and values serves as many neighbouring heads of queries."""
+    size = model.width // model.heads
     q, k, v = (affine(weights, f"{name}.{part}", x_BLD) for part in "qkv")
     q, k, v = (part.reshape(*x_BLD.shape[:2], -1, size) for part in (q, k, v))
     if model.has("qk_norm"):
         q, k = normalize(weights, f"{name}.q_norm", q), normalize(weights, f"{name}.k_norm", k)
-    k, v = (jnp.broadcast_to(part, q.shape) for part in (k, v))  # one shared head serves all queries
+    k, v = (jnp.repeat(part, model.heads // model.kv, axis=2) for part in (k, v))
     scores = jnp.einsum("blhd,bmhd->bhlm", q, k) / size**0.5
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     mixed = jnp.einsum("bhlm,bmhd->blhd", jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)), v)

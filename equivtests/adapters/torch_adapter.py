@@ -310,9 +310,12 @@ class TorchAdapter(Adapter):
     def show_update(self, observe: Observe, loss: Tensor) -> None:
         update = self.window.update
         self.show_inputs(observe)
-        observe("loss", "loss", loss.numpy(), update=update, place=self.loss_place())
+        self.show_loss(observe, loss)
         for name, gradient, place in self.gradients():
             show(observe, "gradient", name, gradient, update=update, place=place)
+
+    def show_loss(self, observe: Observe, loss: Tensor) -> None:
+        observe("loss", "loss", loss.numpy(), update=self.window.update, place=self.loss_place())
 
     def loss_place(self) -> Place:
         """The mean over the ranks is the window's loss."""

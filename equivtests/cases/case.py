@@ -24,6 +24,7 @@ MAX_SAMPLES = 169  # what two tokens of the smallest vocabulary, and eight bits,
 
 FEATURES: dict[str, tuple[str, ...]] = {
     "balance": ("moe",),
+    "batch_norm": ("mlp",),
     "bias": ("linear", "mlp", "gated_mlp", "gpt", "moe"),
     "conditional": ("mlp", "gpt", "moe"),
     "dropout": ("mlp", "gpt", "moe"),
@@ -45,7 +46,8 @@ FEATURES: dict[str, tuple[str, ...]] = {
 
 FEATURE_MEANING = {
     "balance": "an auxiliary loss on how evenly a router spreads the tokens of each row over its experts",
-    "bias": "biases beside the weights (never on attention keys: that gradient is analytically zero)",
+    "batch_norm": "the first activations are normalized by statistics over all rows of a micro-batch number, on all ranks",
+    "bias": "biases beside the weights (never on attention keys or before a batch norm: that gradient is analytically zero)",
     "conditional": "a branch that only the first micro-batch of each rank uses",
     "dropout": "dropout with decisions keyed by (draw, sample id), the draw being the number of updates made",
     "extra_head": "a second prediction head with its own loss term",
@@ -100,6 +102,11 @@ class Model:
     def kv(self) -> int:
         """Heads of keys and values."""
         return 1 if self.has("shared_kv") else self.kv_heads or self.heads
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Whether it has buffers that follow its activations."""
+        return self.has("running") or self.has("batch_norm")
 
     def has(self, feature: str) -> bool:
         return feature in self.features
@@ -328,7 +335,8 @@ def _counts(case: Case) -> list[int]:
 
 
 def _trains(model: Model) -> bool:
-    return not (model.family == "mlp" and model.has("frozen")) or model.depth > 1 or model.has("bias")
+    biased = model.has("bias") and not model.has("batch_norm")
+    return not (model.family == "mlp" and model.has("frozen")) or model.depth > 1 or biased
 
 
 def _longest(case: Case) -> int:

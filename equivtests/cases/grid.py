@@ -128,8 +128,12 @@ GRID: tuple[Row, ...] = (
     row("mlp-pairs", "default", "a loss over pairs of samples on different ranks", (4,),
         Model("mlp", features=("pairs",)), UNEQUAL, SGD),
     row("mlp-running", "default", "running statistics", (4,), Model("mlp", features=("running",)), RAGGED, SGD),
+    row("mlp-batch-norm", "default", "statistics over the rows of all ranks", (4,),
+        Model("mlp", features=("batch_norm", "bias")), RAGGED, MOMENTUM),
     row("mlp-loss-scale", "default", "dynamic loss scaling and clipping", (4,), ODD_MLP, UNEQUAL,
         Optimizer("adamw", lr=2.0**-6, clip=0.25, eps=2.0**-12), Precision(loss_scale=LossScale())),
+    row("moe", "default", "a mixture of experts with its balance loss", (4,),
+        Model("moe", depth=1, experts=4, top_k=2, features=("balance", "bias")), RAGGED, ADAMW),
     row("gpt-dropout", "default", "dropout, the same on any layout", (4,), Model("gpt", depth=1, features=("dropout",)),
         UNEQUAL, ADAMW),
     row("chain-sgd", "nightly", "the smallest model with depth", (4,), Model("chain", depth=4), UNEQUAL),
@@ -278,6 +282,7 @@ def named(name: str, grid: tuple[Row, ...] = GRID) -> Case:
     match = re.fullmatch(r"(.+)-w([1-9]\d?)(?:-s(\d{1,9}))?", name)
     line = next((line for line in grid if match and line.name == match[1]), None)
     if match is None or line is None or int(match[2]) > MOST_RANKS:
-        words = f"write ROW-wWORLD such as {grid[0].name}-w2 (rows: `equivtests list`), or the path of a case file"
+        such = f"ROW-wWORLD such as {grid[0].name}-w2" + (" or ROW-LAYOUT such as gpt-tp4" if grid is GRID else "")
+        words = f"write {such} (rows: `equivtests list`), or the path of a case file"
         raise CaseError(f"no case {name!r}: {words}")
     return line.make(int(match[2]), int(match[3] or 0))

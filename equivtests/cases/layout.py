@@ -116,7 +116,7 @@ class Layout:
     @property
     def label(self) -> str:
         """The layout in the name of a case: w4 for plain data parallelism, else such as dp2-tp2 or pp2v2."""
-        if not self.splits and self.order == ORDER:
+        if not self.splits:
             return f"w{self.dp}"
         parts = [f"{axis}{self.degree(axis)}" for axis in ("dp", "cp", "ep", "tp", "pp") if self.degree(axis) > 1]
         if self.virtual > 1:

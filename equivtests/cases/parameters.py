@@ -80,7 +80,7 @@ def _mlp(model: Model) -> Iterator[Parameter]:
     sizes = [model.inputs] + [model.width] * (model.depth - 1) + [model.outputs]
     for i in range(model.depth):
         yield Parameter(f"layers.{i}.weight", (sizes[i + 1], sizes[i]))
-        if model.has("bias"):
+        if model.has("bias") and not (i == 0 and model.has("batch_norm")):
             yield Parameter(f"layers.{i}.bias", (sizes[i + 1],))
     if model.has("conditional"):
         yield Parameter("branch.weight", (model.outputs, model.inputs))

@@ -69,6 +69,11 @@ SHORT: Windows = (
     (((4, 3), (1, 5)), ((0, 0), (7, 2))),
     (((2, 4), (6, 1)), ((3, 1), (0, 8))),
 )
+ODD: Windows = (
+    # of every two micro-batches the first has sequences of three tokens, the second of seven
+    (((3, 2), (1, 5)), ((0, 0), (7, 2))),
+    (((2, 3), (6, 1)), ((3, 1), (0, 7))),
+)
 FOUR: Windows = (
     # four data ranks, two micro-batches each
     (((8, 3), (1,)), ((5,), (7, 2)), ((0, 0), (4,)), ((6,), (8, 8))),
@@ -126,6 +131,14 @@ RICH = Model(
     capacity=4,
     features=("balance", "bias", "dropout", "extra_head", "gated", "qk_norm", "smoothing", "tied", "z_loss"),
 )
+ALL_DEEP = Model(
+    "gpt",
+    width=16,
+    heads=4,
+    depth=4,
+    vocabulary=16,
+    features=("bias", "dropout", "extra_head", "gated", "packed", "qk_norm", "shared_kv", "smoothing", "tied", "z_loss"),
+)
 CHAIN = Model("chain", depth=4)
 
 TP = "tp4 dp2-tp2"
@@ -139,7 +152,7 @@ FLAT = Optimizer("adam", lr=2.0**-6, eps=2.0**-12)
 
 SPLIT_GRID: tuple[SplitRow, ...] = (
     split("linear", "quick", "one linear layer", "tp4 tp2 dp2-tp2", LINEAR, TWO),
-    split("gpt", "quick", "a transformer, no-decay groups, a schedule", "tp4 dp2-tp2 cp4 dp2-cp2 pp4 dp2-pp2 tp2-pp2 cp2-tp2",
+    split("gpt", "quick", "a transformer, no-decay groups, a schedule", f"{TP} {CP} {PP} tp2-pp2 cp2-tp2 cp2-pp2",
           WIDE_DEEP, TWO, ADAMW),
     split("moe", "quick", "a mixture of experts with its balance loss", EP, EXPERTS, FOUR, ADAMW),
     split("linear-odd", "default", "sizes that the ranks do not divide", "tp2 dp2-tp2", ODD_LINEAR, UNEVEN),
@@ -152,11 +165,13 @@ SPLIT_GRID: tuple[SplitRow, ...] = (
           CLIPPED_TINY),
     split("gpt-shared", "default", "one key/value head for all ranks", f"{TP} cp2-tp2", SHARED, UNEVEN, ADAM),
     split("gpt-auxiliary", "default", "smoothing, a second head, a z-loss", f"{TP} {CP}", AUXILIARY, TWO),
-    split("gpt-dropout", "default", "dropout, the same on any layout", f"{TP} {CP} {PP} cp2-tp2", DROPPED, TWO, ADAMW),
+    split("gpt-dropout", "default", "dropout, the same on any layout", f"{TP} {CP} {PP} cp2-tp2 cp2-pp2", DROPPED, TWO, ADAMW),
     split("gpt-packed", "default", "several documents in a row", f"{TP} {CP} cp2-tp2", PACKED, TWO),
     split("gpt-ones", "default", "ranks whose part of a sequence has no valid token", f"{CP} cp2-tp2", GPT, ONES),
-    split("gpt-lengths", "default", "sequences whose length changes inside a window", f"{TP} {CP} pp4 dp2-pp2", TALL, SHORT,
+    split("gpt-lengths", "default", "sequences whose length changes inside a window", f"{TP} {CP} {PP} cp2-pp2", TALL, SHORT,
           lengths=(4, 8)),
+    split("gpt-odd-lengths", "default", "sequences that ranks do not divide, packed; a rank without any position", f"{CP} cp2-tp2", PACKED,
+          ODD, lengths=(3, 7)),
     split("moe-capacity", "default", "experts that drop tokens", EP, LIMITED, FOUR),
     split("moe-idle", "default", "experts, and a rank, that no token goes to, and a rank without rows", EP, IDLE, RAGGED, MOMENTUM),
     split("moe-clip", "default", "two mixtures with all features, clipping", f"{EP} dp2-ep2", RICH, FOUR, CLIPPED_TINY),
@@ -165,14 +180,25 @@ SPLIT_GRID: tuple[SplitRow, ...] = (
     split("gpt-clip", "default", "clipping by the norm of all stages", "pp4 dp2-pp2 tp2-pp2", DEEP, STAGED, CLIPPED),
     split("gpt-uneven-stages", "default", "stages of unequal numbers of layers", "pp4", DEEP, STAGED, stages=(0, 2, 1, 1)),
     split("mlp-virtual", "default", "two stages per pipeline rank", V2, DEEP_MLP, STAGED),
-    split("gpt-virtual", "default", "two stages per pipeline rank, tied", V2, TIED, STAGED, ADAM),
+    split("gpt-virtual", "default", "two stages per pipeline rank, tied", f"{V2} tp2-pp2v2", TIED, STAGED, ADAM),
     split("gpt-few", "default", "fewer micro-batches than stages", "pp4", DEEP, FEW),
+    split("gpt-all", "default", "stages and all features, unequal rows and numbers of micro-batches", "pp4 dp2-pp2 tp2-pp2", ALL_DEEP,
+          UNEVEN, ADAMW),
     split("gpt-turned", "default", "a mesh in another rank order", "dp2-tp2-by-tp-dp dp2-pp2-by-dp-pp dp2-cp2-by-cp-dp", TURNED, TWO),
-    split("gpt-three", "default", "three axes", "dp2-tp2-pp2", TURNED, TWO, CLIPPED_TINY),
+    split("gpt-three", "default", "three axes", "dp2-tp2-pp2 dp2-cp2-tp2 dp2-cp2-pp2", TURNED, TWO, CLIPPED_TINY),
     split("linear-double", "nightly", "float64", "tp4 dp2-tp2", LINEAR, TWO, MOMENTUM, DOUBLE),
     split("gpt-eight", "nightly", "eight layers", "pp4v2 pp2v2", EIGHT, STAGED, ADAMW, DOUBLE),
-    split("gpt-double", "nightly", "float64", f"{TP} {CP} {PP} {TP_PP} cp2-tp2", TIED, TWO, FLAT, DOUBLE),
+    split("gpt-double", "nightly", "float64", f"{TP} {CP} {PP} {TP_PP} cp2-tp2 cp2-pp2", TIED, TWO, FLAT, DOUBLE),
 )  # fmt: skip
+
+SPLIT_RESTORE_CASES: dict[str, Tier] = {
+    "gpt-tied-pp4": "default",  # Adam; a tied embedding on two ranks
+    "gpt-dropout-dp2-pp2": "default",
+    "gpt-tied-tp2-pp2": "default",
+    "gpt-virtual-pp2v2": "nightly",
+    "gpt-virtual-tp2-pp2v2": "nightly",
+}
+"""Of these, the cases that are also saved in the middle and restored in fresh ranks, and from which tier on."""
 
 
 def split_cases(
@@ -203,11 +229,14 @@ def layouts_of(line: SplitRow) -> list[Layout]:
 
 
 def split_named(name: str, grid: tuple[SplitRow, ...] = SPLIT_GRID) -> Case | None:
-    """The case ROW-LAYOUT or ROW-LAYOUT-sSEED, or None if there is none."""
+    """The case ROW-LAYOUT or ROW-LAYOUT-sSEED, or None if there is no such row. A row can be made for any layout that fits.
+
+    Raises CaseError for a layout that does not.
+    """
     plain, _, seed = name.rpartition("-s") if re.search(r"-s\d{1,9}$", name) else (name, "", "0")
     for line in grid:
         label = plain.removeprefix(f"{line.name}-")
         layout = layout_of(label)
-        if layout is not None and label in line.layouts and label != plain:
+        if layout is not None and layout.splits and label == layout.label:
             return line.make(layout, int(seed))
     return None

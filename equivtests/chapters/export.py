@@ -39,8 +39,8 @@ README = """A training case of equivtests: {name}, for {world} ranks and {update
 
 case.json            the case; what record.json has to hold as "case"
 initial.safetensors  the weights to start from, by name
-feed.json            what every rank feeds in every update, and what the update is made of
-feed-N.safetensors   the arrays of rank N, under the keys that feed.json names
+feed.json            what is fed in every update, and what the update is made of; where every rank stands
+feed-N.safetensors   the arrays of data rank N, under the keys that feed.json names{shared}
 
 Train on it, write a record directory, and judge that:
 
@@ -49,6 +49,7 @@ Train on it, write a record directory, and judge that:
 
 How: docs/records.md of equivtests.
 """
+SHARED = "\n" + 21 * " " + 'ranks with the same "dp" in "coordinates" are fed the same samples'
 
 
 def export(case: Case, directory: Path) -> None:
@@ -62,17 +63,20 @@ def export(case: Case, directory: Path) -> None:
     (directory / "case.json").write_text(dumps(case))
     (directory / "initial.safetensors").write_bytes(save(weights))
     (directory / "feed.json").write_text(json.dumps(feed(case, steps), indent=1) + "\n")
-    for rank in range(case.layout.world):
-        (directory / f"feed-{rank}.safetensors").write_bytes(save(dict(arrays_of(case, steps, rank))))
-    words = README.format(name=case.name, world=case.layout.world, updates=case.updates)
+    for data in range(case.layout.dp):
+        (directory / f"feed-{data}.safetensors").write_bytes(save(dict(arrays_of(case, steps, data))))
+    shared = SHARED if case.layout.splits else ""
+    words = README.format(name=case.name, world=case.layout.world, updates=case.updates, shared=shared)
     (directory / "README.md").write_text(words)
 
 
 def feed(case: Case, steps: list[Step]) -> dict[str, Any]:
-    """What `feed.json` holds."""
+    """What `feed.json` holds. coordinates: by rank, where it stands on every axis; "dp" is its data rank."""
+    axes, layout = ("dp", "cp", "ep", "tp", "pp"), case.layout
     return {
         "format": FORMAT,
-        "world": case.layout.world,
+        "world": layout.world,
+        "coordinates": [{axis: layout.at(rank)[axis] for axis in axes} for rank in range(layout.world)],
         "dtype": case.precision.weights,
         "parameters": [
             {"name": p.name, "shape": p.shape, "trained": p.trained, "decays": p.trained and decays(case, p.name)}
@@ -88,8 +92,8 @@ def loss_terms(case: Case) -> list[str]:
 
 
 def update_of(case: Case, steps: list[Step], update: int) -> dict[str, Any]:
-    """Totals of one window over all ranks, the learning rate, and the micro-batches of every rank."""
-    windows = [window_of(case, update, rank) for rank in range(case.layout.world)]
+    """Totals of one window over all data ranks, the learning rate, and the micro-batches of every data rank."""
+    windows = [window_of(case, update, data) for data in range(case.layout.dp)]
     batches = [batch for window in windows for batch in window.microbatches]
     step = steps[update]
     return {
@@ -106,7 +110,7 @@ def update_of(case: Case, steps: list[Step], update: int) -> dict[str, Any]:
 
 
 def microbatch_of(case: Case, update: int, k: int, batch: MicroBatch) -> dict[str, Any]:
-    """One micro-batch of one rank: sizes, the flag of the conditional branch, and the keys of its arrays."""
+    """One micro-batch of one data rank: sizes, the flag of the conditional branch, and the keys of its arrays."""
     names = ("inputs", "targets", "valid", "ids", *(["dropout"] if case.model.has("dropout") else []))
     keys = {name: key_of(update, k, name) for name in names}
     return {"rows": batch.rows, "tokens": batch.tokens, "conditional": batch.conditional, **keys}
@@ -116,10 +120,10 @@ def key_of(update: int, k: int, name: str) -> str:
     return f"update-{update}.microbatch-{k}.{name}"
 
 
-def arrays_of(case: Case, steps: list[Step], rank: int) -> Iterator[tuple[str, np.ndarray]]:
-    """(key, array) of all that a rank feeds; floats in the dtype of the weights."""
+def arrays_of(case: Case, steps: list[Step], data: int) -> Iterator[tuple[str, np.ndarray]]:
+    """(key, array) of all that a data rank is fed; floats in the dtype of the weights."""
     for update in range(case.updates):
-        for k, batch in enumerate(window_of(case, update, rank).microbatches):
+        for k, batch in enumerate(window_of(case, update, data).microbatches):
             arrays = {"inputs": batch.inputs, "targets": batch.targets, "valid": batch.valid, "ids": batch.ids}
             if case.model.has("dropout"):
                 arrays["dropout"] = kept(case, steps[update].steps, batch.ids)[:, : batch.valid.shape[1]]

@@ -25,7 +25,7 @@ from equivtests.cases.grid import (
     too_large,
     worlds_of,
 )
-from equivtests.cases.split_grid import SPLIT_GRID, split_cases, split_too_large
+from equivtests.cases.split_grid import SPLIT_GRID, SPLIT_RESTORE_CASES, split_cases, split_too_large
 from equivtests.chapters.run import Chapter, Run, seating_of
 from equivtests.errors import AdapterError, CaseError
 from equivtests.own import Loaded, loaded
@@ -113,7 +113,8 @@ def problems_of(strategy: Strategy) -> Iterator[str]:
     if not sequence_of(strategy.known, KnownDivergence):
         yield "known must be a tuple: (KnownDivergence(…),)"
     needed = dict.fromkeys(MANDATORY, "is mandatory")
-    needed |= {"buffer": "feature running needs it"} if "running" in strategy.features else {}
+    kept = sorted(strategy.features & {"batch_norm", "running"})
+    needed |= {"buffer": f"feature {kept[0]} needs it"} if kept else {}
     needed |= {"loss_scale": "loss_scale=True needs it"} if strategy.loss_scale else {}
     for kind in sorted(needed.keys() - strategy.observes):
         yield f"observes lacks {kind!r}, which {needed[kind]}: what is not shown cannot be certified"
@@ -225,10 +226,17 @@ def add_strategy(
         found.runs.append(Run("update", spec, strategy, case, seating))
         if not first:
             continue
-        if strategy.restores and includes(tier, tier_of(RESTORE_CASES | OWN_RESTORE_CASES, row_of(case))):
+        if strategy.restores and includes(tier, restored_from(case)):
             found.runs.append(Run("restore", spec, strategy, case, seating))
         if strategy.algorithm is not None and includes(tier, tier_of(LEDGER_CASES, row_of(case))):
             found.runs.append(Run("ledger", spec, strategy, case, seating))
+
+
+def restored_from(case: Case) -> Tier | None:
+    """From which tier on a case is restored, too (None: never)."""
+    if case.layout.splits:
+        return SPLIT_RESTORE_CASES.get(row_of(case))
+    return tier_of(RESTORE_CASES | OWN_RESTORE_CASES, row_of(case))
 
 
 def reference_refusal(case: Case) -> str | None:

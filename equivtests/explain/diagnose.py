@@ -13,6 +13,7 @@ import numpy as np
 
 from equivtests.cases.case import Semantics
 from equivtests.cases.meaning import MEANING
+from equivtests.explain.axes import axes_that_differ, reduction_missing, wrong_parts
 from equivtests.explain.factors import factor_on_gradients, factor_on_loss, factor_on_scalar, named_factor
 from equivtests.explain.parts import (
     Arrays,
@@ -36,7 +37,12 @@ from equivtests.reference.rows import rows_of, token_coefficients
 
 Lines = Iterator[str]
 
-TERMS = {"extra": "the second head's loss", "z": "the z-loss", "pairs": "the loss over pairs"}
+TERMS = {
+    "extra": "the second head's loss",
+    "z": "the z-loss",
+    "balance": "the balance loss of the router",
+    "pairs": "the loss over pairs",
+}
 SPANS = {
     "window": "divided by the valid tokens of the window",
     "samples": "divided by the rows of the window",
@@ -49,8 +55,10 @@ FLOAT16_MAX = 65504.0
 
 def diagnose(view: View, check: Check) -> list[str]:
     """Lines that explain a failed check: what ranks hold, a simple factor, another semantics."""
-    table = APART if "disagree" in check.detail else TOGETHER
-    return [line for explanation in table.get(check.quantity, ()) for line in explanation(view, check)]
+    apart = "disagree" in check.detail
+    table = APART if apart else TOGETHER
+    tried = (*((axes_that_differ,) if apart else ()), *table.get(check.quantity, ()))
+    return [line for explanation in tried for line in explanation(view, check)]
 
 
 # ---------------------------------------------------------------------------------------------- samples and counts
@@ -103,7 +111,7 @@ def not_reduced(view: View, check: Check) -> Lines:
     """Where gradients differ: is their sum or mean right, does every rank hold its own part?"""
     truth = truth_at(view, check.update).values[check.name].numpy()
     copies = copies_of(view, "gradient", check.name, check.update)
-    if len(copies) < 2:
+    if len(copies) < 2 or view.case.layout.splits:
         return
     stacked = np.stack([copies[rank] for rank in sorted(copies)])
     if close(stacked.mean(axis=0), truth, view):
@@ -198,7 +206,7 @@ def one_term(view: View, check: Check) -> Lines:
 
 def terms_of(view: View) -> list[str]:
     """Loss terms of the case beside the main one."""
-    features = {"extra": "extra_head", "z": "z_loss", "pairs": "pairs"}
+    features = {"extra": "extra_head", "z": "z_loss", "balance": "balance", "pairs": "pairs"}
     return [term for term, feature in features.items() if view.case.model.has(feature)]
 
 
@@ -310,20 +318,22 @@ TOGETHER: dict[str, tuple[Explanation, ...]] = {
     "loss scale": (factor_on_scalar,),
     "samples": (fed_by_ranks,),
     "tokens": (counted_by_ranks,),
+    "output": (wrong_parts,),
     "loss": (factor_on_loss, steps_made, other_semantics, one_term),
     "gradient": (
-        factor_on_gradients, steps_made, other_semantics, one_term, missing_cross_terms, not_finite, like_a_rounding,
+        wrong_parts, factor_on_gradients, steps_made, other_semantics, one_term, missing_cross_terms, not_finite,
+        like_a_rounding,
     ),
     "norm": (factor_on_scalar,),
     "clip coefficient": (factor_on_scalar,),
     "learning rate": (factor_on_scalar,),
-    "weight update": (other_rule,),
+    "weight update": (wrong_parts, other_rule),
     "buffer": (statistics_of,),
 }  # fmt: skip
 """What to try on a quantity that is wrong, and alike on all ranks."""
 
 APART: dict[str, tuple[Explanation, ...]] = {
-    "gradient": (not_reduced,),
+    "gradient": (reduction_missing, not_reduced),
     "weight update": (weights_kept,),
     "buffer": (statistics_of,),
 }

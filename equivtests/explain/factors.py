@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 
 from equivtests.cases.case import Case
-from equivtests.explain.parts import flat, multiple, observed
+from equivtests.cases.layout import Layout
+from equivtests.explain.parts import close, flat, multiple, observed
 from equivtests.judge.check import Check
 from equivtests.judge.checks import truth_at
 from equivtests.judge.view import View
@@ -18,7 +19,7 @@ def factors(case: Case, update: int) -> dict[str, float]:
     scaling = case.precision.loss_scale
     meshed = layout.replicate > 1
     base = {
-        "W": layout.dp,
+        **degrees(layout),
         "K": case.accumulation,
         "k (micro-batches of this window)": short if short < case.accumulation else 1,
         "T (valid tokens)": case.tokens(update),
@@ -36,9 +37,20 @@ def factors(case: Case, update: int) -> dict[str, float]:
     return found
 
 
+def degrees(layout: Layout) -> dict[str, int]:
+    """The numbers of ranks along the axes; W is over how many gradients are averaged."""
+    if not layout.splits:
+        return {"W": layout.dp}
+    axes = {axis: layout.degree(axis) for axis in ("tp", "cp", "pp", "ep", "dp", "edp")}
+    if layout.ep == 1:
+        del axes["edp"]
+    return axes | {"W": layout.dp * layout.cp, "world": layout.world}
+
+
 def plain_factors(case: Case) -> dict[str, float]:
     """Numbers that are named only where no other name fits."""
-    base = {"√W": math.sqrt(case.layout.dp), "√R": math.sqrt(case.layout.replicate), "2": 2.0}
+    roots = {f"√{name}": math.sqrt(n) for name, n in degrees(case.layout).items()}
+    base = {**roots, "√R": math.sqrt(case.layout.replicate), "2": 2.0}
     found = {name: value for name, value in base.items() if value > 1}
     return found | {f"1/{name}": 1 / value for name, value in found.items()} | {"0": 0.0, "-1": -1.0}
 
@@ -66,7 +78,13 @@ def factor_on_gradients(view: View, check: Check) -> Iterator[str]:
     shown = observed(view, check.update)
     truth = {n: g.numpy() for n, g in truth_at(view, check.update).values.items()}
     names = [n for n, g in truth.items() if n in shown and shown[n].shape == g.shape]
-    candidates = ((names, "every gradient"), ([n for n in names if n == check.name], f"the gradient of {check.name}"))
+    wrong = [n for n in names if not close(shown[n], truth[n], view)]
+    alike = f"every gradient that is wrong ({len(wrong)} of {len(names)} tensors, {check.name} among them)"
+    candidates = (
+        (names, "every gradient"),
+        (wrong if len(wrong) > 1 else [], alike),
+        ([n for n in names if n == check.name], f"the gradient of {check.name}"),
+    )
     for chosen, what in candidates:
         left, right = flat(shown, chosen), flat(truth, chosen)
         factor = multiple(view, left, right, float((left @ left) ** 0.5)) if chosen else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from equivtests.cases.case import Case, Layout, Optimizer, Precision, Windows
 from equivtests.cases.grid import fold, longest
+from equivtests.cases.layout import ORDER
 from equivtests.errors import CaseError
 
 ATTEMPTS = 400
@@ -61,21 +62,48 @@ def _fewer_updates(case: Case) -> Iterator[Changes]:
 
 
 def _fewer_ranks(case: Case) -> Iterator[Changes]:
-    for world in range(1, case.layout.dp):
-        if case.layout.replicate == 1 or world % case.layout.replicate == 0:
-            layout = Layout(world, case.layout.replicate)
-            yield {**_with_windows(fold(case.windows, world)), "layout": layout}
+    for layout in _smaller_layouts(case.layout):
+        yield {**_with_windows(fold(case.windows, layout.dp)), "layout": layout}
+
+
+def _smaller_layouts(layout: Layout) -> Iterator[Layout]:
+    """Fewer ranks on one axis, but two at least where it cuts the model; then what is simpler on as many."""
+    changes: list[dict[str, Any]] = []
+    for dp in range(1, layout.dp):  # experts are cut over data ranks
+        changes += [{"dp": dp}, *({"dp": dp, "ep": ep} for ep in range(2, layout.ep))]
+    for axis in ("cp", "ep", "tp", "pp", "virtual"):
+        changes += [{axis: degree, "stages": ()} for degree in range(2, layout.degree(axis))]
+    changes += [{"virtual": 1, "stages": ()}, {"stages": ()}, {"order": ORDER}]
+    yield from (smaller for change in changes if (smaller := replace(layout, **change)) != layout)
 
 
 def _simpler_parts(case: Case) -> Iterator[Changes]:
     plain = Optimizer(lr=case.optimizer.lr)
-    simpler = [plain, dataclasses.replace(plain, clip=case.optimizer.clip, clip_norm=case.optimizer.clip_norm)]
-    simpler += [dataclasses.replace(case.optimizer, **one) for one in ({"schedule": (1.0,)}, {"weight_decay": 0.0})]
+    simpler = [plain, replace(plain, clip=case.optimizer.clip, clip_norm=case.optimizer.clip_norm)]
+    simpler += [replace(case.optimizer, **one) for one in ({"schedule": (1.0,)}, {"weight_decay": 0.0})]
     yield from ({"optimizer": o} for o in simpler if o != case.optimizer)
     if case.precision != Precision():
         yield {"precision": Precision()}
     if case.magnitude != 1.0:
         yield {"magnitude": 1.0}
+    if case.lengths:
+        yield {"lengths": ()}
+
+
+SIZES = {
+    "depth": 1,
+    "width": 2,
+    "outputs": 1,
+    "inputs": 2,
+    "heads": 2,
+    "kv_heads": 0,
+    "experts": 2,
+    "top_k": 1,
+    "capacity": 0,
+    "vocabulary": 13,
+    "length": 2,
+}
+"""Sizes of a model, and the least that each may get."""
 
 
 def _smaller_model(case: Case) -> Iterator[Changes]:
@@ -84,11 +112,21 @@ def _smaller_model(case: Case) -> Iterator[Changes]:
         return  # its sizes are its owner's
     for feature in model.features:
         rest = tuple(f for f in model.features if f != feature)
-        yield {"model": dataclasses.replace(model, features=rest)}
-    for size, least in (("depth", 1), ("width", 2), ("outputs", 1), ("inputs", 2)):
+        yield {"model": replace(model, features=rest)}
+    for size, least in SIZES.items():
         value = getattr(model, size)
         smaller = (v for v in sorted({least, value // 2}) if least <= v < value)
-        yield from ({"model": dataclasses.replace(model, **{size: v})} for v in smaller)
+        yield from ({"model": replace(model, **{size: v})} for v in smaller)
+    yield from _fewer_layers(case)
+
+
+def _fewer_layers(case: Case) -> Iterator[Changes]:
+    """One layer less in a stage, where the case says how many each has."""
+    stages, model = case.layout.stages, case.model
+    for i, layers in enumerate(stages):
+        if layers and model.depth > 1:
+            rest = (*stages[:i], layers - 1, *stages[i + 1 :])
+            yield {"model": replace(model, depth=model.depth - 1), "layout": replace(case.layout, stages=rest)}
 
 
 def _less_data(case: Case) -> Iterator[Changes]:

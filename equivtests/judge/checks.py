@@ -6,6 +6,7 @@ observed gradients, the update against the reference optimizer applied to what w
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -351,12 +352,12 @@ def constants(view: View, update: int, entering: int, quantity: str) -> Checks:
 
 
 def buffers(view: View, update: int) -> Checks:
-    """Running means move by the mean over the rows of all ranks, and are the same on every rank."""
+    """Running statistics move by those over the rows of all ranks, and are the same on every rank."""
     if view.case.model.own:
         yield from constants(view, update, update + 1, "buffer")
         return
     names = dict.fromkeys([*view.names("buffer", update), *view.names("buffer", update + 1)])
-    if view.case.model.has("running") and not names:
+    if view.case.model.keeps_statistics and not names:
         yield from view.absent("buffer", update, "all", "buffer")
     for name in names:
         after, before = view.whole("buffer", name, update + 1), view.whole("buffer", name, update)
@@ -370,7 +371,7 @@ def buffers(view: View, update: int) -> Checks:
             yield view.failed("buffer", update, name, after.problem, after.rank)
             continue
         skipped = view.expectation.steps[update].skipped
-        hidden, size = (None, 0.0) if skipped else (truth_at(view, update).hidden, truth_at(view, update).size)
+        hidden, size = (None, 0.0) if skipped else truth_at(view, update).toward(name)
         if hidden is not None and before.values.shape != tuple(hidden.shape):
             detail = f"has shape {before.values.shape}, the activations {tuple(hidden.shape)}"
             yield view.failed("buffer", update, name, detail)
@@ -435,17 +436,30 @@ def vacuity(view: View) -> Checks:
 
 
 def sharding(view: View) -> Checks:
-    """Where weights are claimed to be sharded, no rank shows all of them: a wrapper that wrapped nothing is found here."""
-    if "weights" not in view.strategy.shards or view.case.layout.shard == 1:
-        return
+    """What is claimed to be cut over ranks is: a wrapper that wrapped nothing is found here."""
+    layout = view.case.layout
+    cut = sorted(layout.splits & {"tp", "pp", "ep"})
+    if "weights" in view.strategy.shards and layout.shard > 1:
+        cut.append("the data ranks")
+    if cut and all_hold_everything(view):
+        words = f"the weights are claimed to be cut over {' and '.join(cut)}, but every rank holds all of them"
+        yield view.failed("vacuity", view.case.updates - 1, "shards", words)
+    if layout.cp > 1 and whole_sequences(view):
+        words = "sequences are claimed to be cut over cp, but every rank was fed whole ones"
+        yield view.failed("vacuity", view.case.updates - 1, "sequences", words)
+
+
+def all_hold_everything(view: View) -> bool:
     shown: Counter[int] = Counter()
     for o in view.observations("weight", view.record.start):
         shown[o.rank] += o.array.size
-    all_of_them = sum(w.numel() for w in view.expectation.weights[0].values())
-    whole = [rank for rank, size in shown.items() if size >= all_of_them]
-    if len(whole) == view.record.world:
-        words = "the strategy claims that weights are sharded, but every rank holds all of them"
-        yield view.failed("vacuity", view.case.updates - 1, "shards", words)
+    everything = sum(w.numel() for w in view.expectation.weights[0].values())
+    return sum(size >= everything for size in shown.values()) == view.record.world
+
+
+def whole_sequences(view: View) -> bool:
+    shown = [o for update in view.updates for o in view.observations("inputs", update)]
+    return bool(shown) and all(o.place.size == math.prod(o.place.shape) for o in shown)
 
 
 def loss_scale_of(view: View, update: int) -> float:

@@ -131,7 +131,7 @@ def entering(case: Case, made: int) -> Iterator[tuple[str, Names]]:
     yield from ((kind, frozenset({kind})) for kind in COUNTERS)
     if made and (case.optimizer.momentum or case.optimizer.name in ("adam", "adamw")):
         yield "state", SOME
-    if case.model.has("running"):
+    if case.model.keeps_statistics:
         yield "buffer", SOME
 
 

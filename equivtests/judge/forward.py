@@ -30,6 +30,12 @@ def by_microbatch(view: View, kind: str, update: int) -> dict[Fed, list[Observat
     return found
 
 
+def name_of(fed: Fed) -> str:
+    """What a check of one micro-batch is called."""
+    site, data, microbatch = fed
+    return f"{'' if site == 'output' else f'{site}, '}micro-batch {microbatch} of data rank {data}"
+
+
 def chosen_rows(view: View, update: int, data: int, microbatch: int) -> np.ndarray:
     """Which rows of the window are those of a micro-batch, bool (N,)."""
     rows = rows_of(view.case, update)
@@ -57,7 +63,7 @@ def masks(view: View, update: int) -> Checks:
         return
     truth = dropout_masks(view.case, update, view.expectation.steps[update].steps)
     for (site, data, k), parts in shown.items():
-        name = f"{site}, micro-batch {k} of data rank {data}"
+        name = name_of((site, data, k))
         first, redrawn = first_draws(parts)
         whole = put_together(view, first)
         wanted = truth[site][chosen_rows(view, update, data, k)][:, : length_of(view, k)] if site in truth else None
@@ -145,8 +151,8 @@ def outputs(view: View, update: int) -> Checks:
             yield from view.absent("output", update, "output", "output")
         return
     truth, distances = truth_and_distances(view, update)
-    for (_, data, k), parts in shown.items():
-        name = f"micro-batch {k} of data rank {data}"
+    for (site, data, k), parts in shown.items():
+        name = name_of((site, data, k))
         whole, rows = put_together(view, parts), chosen_rows(view, update, data, k)
         wanted = truth[rows][:, : length_of(view, k)]
         if whole.problem:

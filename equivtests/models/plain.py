@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from equivtests.cases.case import Model
+from equivtests.models.batch_norm import BatchNorm
 from equivtests.models.parts import (
     Dropout,
     DropoutStream,
@@ -77,8 +78,9 @@ class MLP(Staged):
     def __init__(self, model: Model, stream: DropoutStream) -> None:
         super().__init__(model.depth)
         sizes = [model.inputs] + [model.width] * (model.depth - 1) + [model.outputs]
-        bias = model.has("bias")
-        self.layers = nn.ModuleList([nn.Linear(a, b, bias=bias) for a, b in zip(sizes, sizes[1:], strict=False)])
+        biased = [model.has("bias") and not (i == 0 and model.has("batch_norm")) for i in range(model.depth)]
+        layers = zip(sizes, sizes[1:], biased, strict=False)
+        self.layers = nn.ModuleList([nn.Linear(a, b, bias=bias) for a, b, bias in layers])
         self.pairs = model.has("pairs")
         if model.has("transposed"):
             transpose_storage(cast(nn.Linear, self.layers[0]))
@@ -88,6 +90,7 @@ class MLP(Staged):
             self.unused = Unused(model.width)
         self.dropout = Dropout("mlp", stream) if model.has("dropout") else None
         self.running = RunningMean(sizes[1]) if model.has("running") else None
+        self.batch_norm = BatchNorm(sizes[1]) if model.has("batch_norm") else None
 
     def begin(self, inputs: Tensor, ids: Tensor) -> Tensor:
         self.ids = ids  # for the dropout behind layer 0, which always follows in the same stage
@@ -97,6 +100,8 @@ class MLP(Staged):
         x = self.layers[i](x)
         if i == 0 and self.running is not None:
             self.running(x)
+        if i == 0 and self.batch_norm is not None:
+            x = self.batch_norm(x)
         if i < self.depth - 1:
             x = torch.relu(x)
         return self.dropout(x, self.ids) if i == 0 and self.dropout is not None else x

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from equivtests.mutants import data, ddp, drift, loss, norms, restore, wire, zero
+from equivtests.mutants import context, data, ddp, drift, loss, norms, restore, unsplit, wire, zero
 
-MODULES = (loss, data, ddp, norms, zero, restore, wire, drift)
+MODULES = (loss, data, ddp, norms, zero, restore, wire, drift, unsplit, context)

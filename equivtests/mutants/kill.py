@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -75,7 +76,10 @@ def attempt(pools: Runs, mutant: Mutant) -> Kill:
     result = certify(pools, run_of(mutant, mutant.adapter), confirm=False)
     first = result.first
     if result.verdict is Verdict.FAIL and first is not None and first.quantity == mutant.quantity:
-        return Kill(mutant, True, result.explanation, result)
+        if names_axis(mutant.case, result.explanation):
+            return Kill(mutant, True, result.explanation, result)
+        words = f"{mutant.name}: failed by {mutant.quantity}, as it must, but the explanation names no axis"
+        return Kill(mutant, False, [words, *result.explanation], result)
     seen = f"{result.verdict} by {first.quantity}" if first else str(result.verdict)
     return Kill(
         mutant,
@@ -83,6 +87,15 @@ def attempt(pools: Runs, mutant: Mutant) -> Kill:
         [f"{mutant.name} survived: expected FAIL by {mutant.quantity}, got {seen}", *result.explanation],
         result,
     )
+
+
+AXIS = re.compile(r"\b(?:tp|cp|pp|ep|edp|pipeline|stage)\b")
+
+
+def names_axis(case: Case, explanation: list[str]) -> bool:
+    """Whether, where a model is split, an explanation says along which axis it went wrong (its first line names the run)."""
+    told = [line for line in explanation[1:] if "reproduce:" not in line]
+    return not case.layout.splits or any(AXIS.search(line) for line in told)
 
 
 def parent_lines(pools: Runs, mutant: Mutant) -> list[str]:

@@ -107,7 +107,7 @@ def prove(case: Case) -> Proof:
 def refusal(case: Case) -> str | None:
     """Why a case cannot be exact whatever its numbers are, or None."""
     model, optimizer, rules = case.model, case.optimizer, ", ".join(case.semantics.describe())
-    inexact = [f for f in ("dropout", "pairs", "running") if model.has(f)]
+    inexact = [f for f in ("batch_norm", "dropout", "pairs", "running") if model.has(f)]
     odd = [f"update {u}: token total {t}" for u in range(case.updates) if (t := case.tokens(u)) and not _dyadic(t)]
     reasons = (
         (model.decoder, f"model {model.family}: norms, softmax and cross-entropy are never exact"),

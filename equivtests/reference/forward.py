@@ -35,6 +35,7 @@ class Batch:
     valid: Tensor
     ids: list[int]
     conditional: Tensor
+    micro: Tensor
 
 
 @dataclass
@@ -44,16 +45,20 @@ class Sums:
     output: what the model gives, (N, L, V) logits or (N, L, outputs); None for a user's own model.
     kink: how near any branch is: least |input of a ReLU|, least lead of the last chosen expert's probability over the next.
     routed: by mixture of experts (`layers.0.moe`), the tokens of each row that each expert took, int64 (N, E).
-    hidden, sizes: (N, D) sums over positions of the first activations and of their absolute values, or None.
+    moments: (3, N, D) sums over positions of the first activations, of their absolute values and of their squares, or None.
     """
 
     terms: dict[str, Tensor]
     pairs: Tensor | None = None
-    hidden: Tensor | None = None
-    sizes: Tensor | None = None
+    moments: Tensor | None = None
     kink: float = math.inf
     output: Tensor | None = None
     routed: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """(N, D) sums over positions of the first activations, or None."""
+        return None if self.moments is None else self.moments[0]
 
 
 def batch_of(model: Model, seed: int, draw: int, rows: Rows, chosen: Tensor, dtype: torch.dtype) -> Batch:
@@ -64,9 +69,8 @@ def batch_of(model: Model, seed: int, draw: int, rows: Rows, chosen: Tensor, dty
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     ids = rows.ids[chosen.numpy()].tolist()
-    return Batch(
-        model, seed, draw, take(rows.inputs), take(rows.targets), take(rows.valid), ids, take(rows.conditional)
-    )
+    inputs, targets, valid = (take(array) for array in (rows.inputs, rows.targets, rows.valid))
+    return Batch(model, seed, draw, inputs, targets, valid, ids, take(rows.conditional), take(rows.micro))
 
 
 def row_sums(weights: Weights, batch: Batch) -> Sums:
@@ -111,11 +115,13 @@ def _gated(w: Weights, prefix: str, x: Tensor) -> Tensor:
 
 
 def _mlp(w: Weights, batch: Batch) -> Sums:
-    x, hidden, sizes, kink = batch.inputs, None, None, math.inf
+    x, sums, kink = batch.inputs, Sums({}), math.inf
     for i in range(batch.model.depth):
         x = _affine(w, f"layers.{i}", x)
-        if i == 0 and batch.model.has("running"):
-            hidden, sizes = x.detach().sum(dim=1), x.detach().abs().sum(dim=1)
+        if i == 0 and batch.model.keeps_statistics:
+            sums.moments = torch.stack([y.detach().sum(dim=1) for y in (x, x.abs(), x.square())])
+        if i == 0 and batch.model.has("batch_norm"):
+            x = _standardized(_wide(x), batch.micro).to(x.dtype)
         if i < batch.model.depth - 1:
             kink = min(kink, float(x.detach().abs().min())) if x.numel() else kink
             x = x * (x > 0)
@@ -123,8 +129,19 @@ def _mlp(w: Weights, batch: Batch) -> Sums:
             x = x * _dropout(batch, "mlp", x)
     if batch.conditional.any() and batch.model.has("conditional"):
         x = x + (batch.inputs @ w["branch.weight"].T) * batch.conditional[:, None, None]
-    pairs = x.sum(dim=1) if batch.model.has("pairs") else None
-    return Sums({"main": _half_square(x, batch)}, pairs, hidden, sizes, kink, output=x)
+    sums.terms, sums.kink, sums.output = {"main": _half_square(x, batch)}, kink, x
+    sums.pairs = x.sum(dim=1) if batch.model.has("pairs") else None
+    return sums
+
+
+def _standardized(x: Tensor, micro: Tensor) -> Tensor:
+    """Deviations from the mean of all rows and positions of the same micro-batch number, over √(variance + 1/64)."""
+    y = torch.empty_like(x)
+    for k in micro.unique().tolist():
+        rows = x[micro == k]
+        deviation = rows - rows.mean(dim=(0, 1))
+        y = y.index_put((micro == k,), deviation * (deviation.square().mean(dim=(0, 1)) + 1 / 64).rsqrt())
+    return y
 
 
 def _dropout(batch: Batch, site: str, like: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ J. Parallel Distrib. Comput. 69 (2009) 117-124. Memory and communication of ZeRO
 ZeRO: memory optimizations toward training trillion parameter models, SC 2020, sections 5 (memory), 7 (communication).
 
 Payloads are counted as `record.observation.Collective` counts them: elements of the full tensor (the output of an
-all-gather, the input of a reduce-scatter), padding included. Scalars that frameworks exchange beside them (token
-totals, losses, norms) are not in the ledger. What travels on the wire is derived from the payload with the ring forms.
+all-gather, the input of a reduce-scatter), padding included, by operation and by the axis of the layout whose ranks take
+part. Scalars that frameworks exchange beside them (token totals, losses, norms) are not in the ledger. What travels on the
+wire is derived from the payload with the ring forms. Models that are split over ranks: `reference.split_ledger`.
 
 Bytes per rank are Fractions: sizes that the number of ranks does not divide are not rounded.
 """
@@ -91,6 +92,9 @@ _SENT: dict[str, Callable[[int, int], Fraction]] = {
     "reduce_scatter": ring_shift_bytes,
     "all_gather": ring_shift_bytes,
     "broadcast": ring_shift_bytes,
+    "all_to_all": ring_shift_bytes,
+    "send": lambda size, ranks: Fraction(size),
+    "recv": lambda size, ranks: Fraction(0),
 }
 """Bytes sent per rank by operation. A broadcast makes P-1 copies whatever its tree: on average (P-1)/P · S per rank."""
 
@@ -364,11 +368,12 @@ class LedgerInput:
 
 @dataclass(frozen=True)
 class Payload:
-    """`elements` of dtype per update and rank, over groups of `ranks`."""
+    """`elements` of dtype per update and rank, over groups of `ranks`. count: in so many operations; None: in any number."""
 
     elements: int
     dtype: str
     ranks: int
+    count: int | None = None
 
     @property
     def size(self) -> int:
@@ -376,18 +381,21 @@ class Payload:
         return self.elements * ITEM_BYTES[self.dtype]
 
 
-Expected = dict[str, Payload]
-"""By operation, named as in torch.distributed: all_reduce, reduce_scatter, all_gather, broadcast."""
+Travel = tuple[str, str]
+"""Operation, named as in torch.distributed (all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, send, recv); and
+over which of the axes of `cases.layout.Layout` ("shard", "tp", several as "dp cp")."""
+
+Expected = dict[Travel, Payload]
 
 
 def sent_bytes(expected: Expected) -> Fraction:
     """Bytes that each rank sends per update if the operations are evenly cut rings. ZeRO, section 7."""
-    return sum((_SENT[operation](p.size, p.ranks) for operation, p in expected.items()), start=Fraction(0))
+    return sum((_SENT[operation](p.size, p.ranks) for (operation, _), p in expected.items()), start=Fraction(0))
 
 
 def _all_reduce(given: LedgerInput, times: int = 1) -> Expected:
     """Data parallelism with no_sync: trained gradients once per update, however many micro-batches."""
-    return {"all_reduce": Payload(times * given.full(given.reduced), given.reduce, given.world)}
+    return {("all_reduce", "dp"): Payload(times * given.full(given.reduced), given.reduce, given.world)}
 
 
 def _all_reduce_per_microbatch(given: LedgerInput) -> Expected:
@@ -398,14 +406,14 @@ def _all_reduce_per_microbatch(given: LedgerInput) -> Expected:
 def _scatter(given: LedgerInput, times: int) -> Expected:
     """Gradients reduced to their owners `times` times; the shards are then all-reduced over their replicas, if any."""
     elements = times * given.full(given.reduced)
-    scattered = {"reduce_scatter": Payload(elements, given.reduce, given.shard)}
+    scattered = {("reduce_scatter", "shard"): Payload(elements, given.reduce, given.shard)}
     if given.replicate == 1:
         return scattered
-    return scattered | {"all_reduce": Payload(elements // given.shard, given.reduce, given.replicate)}
+    return scattered | {("all_reduce", "replicate"): Payload(elements // given.shard, given.reduce, given.replicate)}
 
 
 def _gather(given: LedgerInput, elements: int) -> Expected:
-    return {"all_gather": Payload(elements, given.gather, given.shard)}
+    return {("all_gather", "shard"): Payload(elements, given.gather, given.shard)}
 
 
 def _zero1_reduce_scatter(given: LedgerInput) -> Expected:
@@ -415,7 +423,7 @@ def _zero1_reduce_scatter(given: LedgerInput) -> Expected:
 
 def _zero1_all_reduce(given: LedgerInput) -> Expected:
     """torch's ZeroRedundancyOptimizer under DDP: every parameter it was given is broadcast by its owner."""
-    return _all_reduce(given) | {"broadcast": Payload(given.full(given.trained), given.gather, given.world)}
+    return _all_reduce(given) | {("broadcast", "dp"): Payload(given.full(given.trained), given.gather, given.world)}
 
 
 def _zero2(given: LedgerInput) -> Expected:

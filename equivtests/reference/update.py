@@ -23,9 +23,10 @@ States = dict[str, optimizers.State]
 
 @dataclass
 class Gradients:
-    """loss: of the window; values: by parameter, absent where no row used it; hidden: mean over rows, or None.
+    """loss: of the window; values: by parameter, absent where no row used it.
 
-    size: norm of the mean of the absolute values that `hidden` is made of: the scale of its rounding.
+    hidden, spread: mean and unbiased variance of the first activations over rows and positions, or None.
+    size, power: norms of the means of their absolute values and of their squares: the scales of their rounding.
     routed: by mixture of experts (`layers.0.moe`), the tokens that each expert took, int64 (E,).
     """
 
@@ -33,8 +34,14 @@ class Gradients:
     values: Weights
     kink: float = math.inf
     hidden: Tensor | None = None
+    spread: Tensor | None = None
     size: float = 0.0
+    power: float = 0.0
     routed: dict[str, Tensor] = field(default_factory=dict)
+
+    def toward(self, buffer: str) -> tuple[Tensor | None, float]:
+        """(what a running statistic moves towards, or None; the scale of its rounding)."""
+        return (self.spread, self.power) if buffer.endswith(".var") else (self.hidden, self.size)
 
 
 @dataclass
@@ -72,9 +79,9 @@ def gradients(
     split = split or whole(rows)
     trained = [p.name for p in parameters(case.model) if p.trained]
     total: Weights = {}
-    loss, kink, hidden, sizes = 0.0, math.inf, [], []
+    loss, kink, moments = 0.0, math.inf, list[Tensor]()
     routed: dict[str, Tensor] = {}
-    if case.model.has("pairs"):
+    if case.model.has("pairs") or case.model.has("batch_norm"):
         split = Split([torch.cat(split.groups)], split.compute, split.reduce)
     for group in split.groups:
         leaves = {n: w.detach().to(split.compute).requires_grad_(n in trained) for n, w in weights.items()}
@@ -84,19 +91,16 @@ def gradients(
         found = torch.autograd.grad(part, [leaves[n] for n in trained], allow_unused=True)
         _accumulate(total, trained, found, split.reduce)
         loss, kink = loss + float(part.detach()), min(kink, sums.kink)
-        hidden += [] if sums.hidden is None else [sums.hidden]
-        sizes += [] if sums.sizes is None else [sums.sizes]
+        moments += [] if sums.moments is None else [sums.moments]
         for name, tokens_NE in sums.routed.items():
             routed[name] = routed.get(name, 0) + tokens_NE.sum(dim=0)
     like = next(iter(weights.values())).dtype
-    mean, size = (_mean(parts, len(rows) * case.model.length) for parts in (hidden, sizes))
-    norm_of_sizes = 0.0 if size is None else float(size.double().norm())
-    return Gradients(loss, {n: g.to(like) for n, g in total.items()}, kink, mean, norm_of_sizes, routed)
+    given = Gradients(loss, {n: g.to(like) for n, g in total.items()}, kink, routed=routed)
+    _add_statistics(given, moments, len(rows) * case.model.length)
+    return given
 
 
-def outputs_at(
-    case: Case, update: int, draw: int, weights: Weights, dtype: torch.dtype = torch.float64
-) -> Tensor:
+def outputs_at(case: Case, update: int, draw: int, weights: Weights, dtype: torch.dtype = torch.float64) -> Tensor:
     """What the model gives for each row of the window of `update` at `weights`, (N, L, V), ordered as `rows_of`.
 
     Positions that a micro-batch with a length of its own does not have are there too, and mean nothing.
@@ -110,8 +114,12 @@ def outputs_at(
     return output.detach()
 
 
-def _mean(parts: list[Tensor], count: int) -> Tensor | None:
-    return torch.cat(parts).sum(dim=0) / count if parts else None
+def _add_statistics(found: Gradients, parts: list[Tensor], count: int) -> None:
+    """What running statistics move towards, from the moments (3, N, D) of groups of rows with `count` positions."""
+    if parts:
+        mean, size, power = torch.cat(parts, dim=1).double().sum(dim=1) / count
+        found.hidden, found.size = mean, float(size.norm())
+        found.spread, found.power = (power - mean.square()) * (count / (count - 1)), float(power.norm())
 
 
 def _accumulate(total: Weights, names: list[str], found: tuple[Tensor | None, ...], dtype: torch.dtype) -> None:

@@ -41,6 +41,12 @@ def text(timeline: Timeline, schedule: str = "", versions: Versions | None = Non
     )
 
 
+def orders(timeline: Timeline, versions: Versions | None = None) -> str:
+    """A line per rank with its operations in order, for timelines whose times cannot be told."""
+    lines = [f"rank {r}: {' '.join(_label(o, timeline, versions) for o in ran)}" for r, ran in enumerate(timeline)]
+    return "\n".join(lines)
+
+
 def headline(timeline: Timeline, schedule: str = "") -> str:
     P, V, M = _numbers(timeline)
     return f"{schedule or 'pipeline'}: {P} ranks, {V} stage(s) per rank, {M} micro-batches"

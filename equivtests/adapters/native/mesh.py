@@ -57,14 +57,35 @@ class SplitModel(DistributedCheckpoint):
 
     # ------------------------------------------------------------------ gradients
 
+    def complete_gradients(self) -> None:
+        """Every parameter has a gradient, which lies as it does: parts of sums are added up, before they are used."""
+        for _, parameter in self.trainable():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+                gradient = gradient.redistribute(placements=parameter.placements)
+            parameter.grad = gradient
+
+    def own_gradients(self) -> list[Tensor]:
+        return [p.grad for _, p in self.trainable() if p.grad is not None]
+
     def average(self, gradients: list[Tensor]) -> None:
         """Average over the data ranks; all of them hold the same parts of the model."""
         for gradient in gradients:
-            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local = here(gradient)
             if self.layout.dp > 1:
                 dist.all_reduce(local, group=self.data_group())
                 local /= self.layout.dp
 
     def clip_gradients(self, limit: float, order: float) -> Tensor:
         norm = torch.nn.utils.clip_grad_norm_([p for _, p in self.trainable()], limit, order)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return whole(norm)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def here(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds; not a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

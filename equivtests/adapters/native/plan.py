@@ -36,7 +36,8 @@ class Replicated(ParallelStyle):
         self.enter, self.leave, self.partial = enter, leave, partial
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, None, self._whole, self._local)
+        hooks: Any = self._whole, self._local  # annotated upstream as if they returned nothing
+        return distribute_module(module, device_mesh, None, *hooks)
 
     def _whole(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         x = inputs[0]
@@ -94,8 +95,8 @@ class GptPlan:
         assert isinstance(attention, Attention)
         norms = [n for n in ("q_norm", "k_norm") if not isinstance(getattr(attention, n), nn.Identity)]
         if len(attention.kv_of) % self.ranks:
-            parts = {part: Replicated() for part in ("q", "k", "v", *norms)}
-            return {f"{name}.{p}": style for p, style in parts.items()} | {f"{name}.o": Replicated(leave=self.stream)}
+            uncut: Plan = {f"{name}.{part}": Replicated() for part in ("q", "k", "v", *norms)}
+            return uncut | {f"{name}.o": Replicated(leave=self.stream)}
         found: Plan = {f"{name}.q": ColwiseParallel(), f"{name}.o": RowwiseParallel(output_layouts=self.stream)}
         shared = kv_heads(attention) % self.ranks
         found |= {f"{name}.{part}": Replicated(partial=True) if shared else ColwiseParallel() for part in "kv"}
@@ -103,12 +104,11 @@ class GptPlan:
         return found | {f"{name}.{norm}": SequenceParallel(sequence_dim=HEADS, use_local_output=True) for norm in norms}
 
     def feedforward(self, name: str) -> Plan:
-        hidden = self.module.get_submodule(f"{name}.up").weight.shape[0]
+        """Columns, then rows; DTensors go between them where the hidden width cannot be cut into equal parts."""
         columns = [part for part in ("up", "gate") if hasattr(self.module.get_submodule(name), part)]
-        even = hidden % self.ranks == 0
-        return {f"{name}.{part}": ColwiseParallel(use_local_output=even) for part in columns} | {
-            f"{name}.down": RowwiseParallel(output_layouts=self.stream)
-        }
+        even = self.module.get_parameter(f"{name}.up.weight").shape[0] % self.ranks == 0
+        found: Plan = {f"{name}.{part}": ColwiseParallel(use_local_output=even) for part in columns}
+        return found | {f"{name}.down": RowwiseParallel(output_layouts=self.stream)}
 
 
 def plain_plan(module: nn.Module) -> Plan:

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn import functional as F
 
 from equivtests.adapters.adapter import Claims, Strategy
-from equivtests.adapters.native.mesh import SplitModel
+from equivtests.adapters.native.mesh import SplitModel, whole
 from equivtests.adapters.native.plan import GptPlan, plain_plan, use_own_heads
 from equivtests.adapters.torch_adapter import SHOWN
 from equivtests.cases.windows import MicroBatch
@@ -43,21 +42,15 @@ class ShardedVocabulary(WholeVocabulary):
     """Losses from logits that are DTensors, cut along the vocabulary; inside `loss_parallel`."""
 
     def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss = local(F.cross_entropy(widen(logits).flatten(0, 1), targets.flatten(), reduction="none"))
-        loss = loss.unflatten(0, targets.shape)
+        loss = whole(F.cross_entropy(widen(logits).transpose(1, 2), targets, reduction="none"))
         if not self.smoothing:
             return loss
         # loss_parallel takes no label_smoothing, and gives log_softmax a backward pass that is right for the loss alone.
-        uniform = self.log_partition(logits) - local(widen(logits).sum(dim=-1)) / logits.shape[-1]
+        uniform = self.log_partition(logits) - whole(widen(logits).sum(dim=-1)) / logits.shape[-1]
         return (1 - self.smoothing) * loss + self.smoothing * uniform
 
     def log_partition(self, logits: Tensor) -> Tensor:
-        return local(super().log_partition(logits))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor, which every rank then holds."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole(super().log_partition(logits))
 
 
 class TensorParallel(SplitModel):
@@ -97,7 +90,7 @@ class TensorParallel(SplitModel):
 
     def parallelize_gpt(self, module: GPT, mesh: DeviceMesh) -> None:
         rank, ranks = mesh.get_local_rank(), mesh.size()
-        tied = module.head.weight is module.embedding.weight
+        tied = self.case.model.has("tied")
         plan = GptPlan(module, ranks, self.sequence, self.parallel_loss).plan()
         for part in module.modules():
             if isinstance(part, Attention):
@@ -123,8 +116,5 @@ class TensorParallel(SplitModel):
         return loss_parallel() if self.parallel_loss else nullcontext()
 
     def synchronize(self) -> None:
-        """Every gradient as its parameter lies: parts of sums are added up, before clipping and optimizer use them."""
-        for _, parameter in self.trainable():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
-        self.average([p.grad for _, p in self.trainable()])
+        self.complete_gradients()
+        self.average(self.own_gradients())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,11 +13,13 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from equivtests.adapters.adapter import PLAIN_FEATURES, Claims, Strategy
 from equivtests.adapters.textbook.collectives import all_reduce, any_rank
 from equivtests.adapters.textbook.pairs import gather_rows, pair_loss
+from equivtests.adapters.textbook.statistics import sum_over_ranks
 from equivtests.adapters.torch_adapter import SHOWN, TorchAdapter
 from equivtests.cases.windows import MicroBatch
+from equivtests.models.batch_norm import BatchNorm
 from equivtests.models.parts import Terms
 
-TEXTBOOK_FEATURES = PLAIN_FEATURES | {"conditional", "dropout", "extra_head", "unused", "z_loss"}
+TEXTBOOK_FEATURES = PLAIN_FEATURES | {"balance", "conditional", "dropout", "extra_head", "unused", "z_loss"}
 SPANS = frozenset({"window", "microbatch", "rank", "rank-microbatch", "rows"})
 TEXTBOOK_OBSERVES = SHOWN | {"loss_scale", "buffer"}
 
@@ -29,7 +32,7 @@ class DataParallel(TorchAdapter):
             (
                 Strategy(
                     "dp",
-                    features=TEXTBOOK_FEATURES | {"pairs", "running"},
+                    features=TEXTBOOK_FEATURES | {"batch_norm", "pairs", "running"},
                     precisions=frozenset({"float32", "float64", "float32/bfloat16/float32"}),
                     denominators=SPANS,
                     loss_scale=True,
@@ -40,6 +43,15 @@ class DataParallel(TorchAdapter):
             ),
             framework="equivtests textbook",
         )
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        if getattr(module, "batch_norm", None) is not None:
+            self.synchronize_statistics(cast(BatchNorm, module.batch_norm))
+        return super().wrap(module)
+
+    def synchronize_statistics(self, norm: BatchNorm) -> None:
+        """A micro-batch number is one batch on all ranks."""
+        norm.total = sum_over_ranks
 
     def forward(self, model: nn.Module, batch: MicroBatch) -> Terms:
         """With a lower compute dtype, parameters and inputs are cast and the casts are differentiated."""
@@ -84,12 +96,14 @@ class DataParallel(TorchAdapter):
         return all_reduce(bucket).div_(self.ranks.world)
 
     def reduce_buffers(self) -> None:
-        """Running means move by the mean over the rows of all ranks."""
+        """Running means move by the mean over the rows of all ranks; statistics of a batch norm are of all ranks already."""
         running = getattr(self.module, "running", None)
         if running is not None:
             total = running.mean.new_zeros(len(running.mean)) if running.total is None else running.total
             sums = all_reduce(torch.cat([total, total.new_tensor([running.count])]))
             running.commit(sums[:-1], float(sums[-1]))
+        if getattr(self.module, "batch_norm", None) is not None:
+            cast(BatchNorm, self.module.batch_norm).commit()
 
     def save_tensors(self, directory: Path) -> None:
         """Rank 0 writes weights, buffers and optimizer state; all ranks hold the same."""

@@ -40,7 +40,7 @@ class HeldExperts(Experts):
 
 
 class Choices(NamedTuple):
-    """Every kept choice of a token here, by expert and so by rank; int64 (C,) each. sent: how many of them go to each rank."""
+    """Every kept choice of a token here, in the order of experts; int64 (C,) each. sent: how many go to each rank."""
 
     token: Tensor
     slot: Tensor
@@ -115,7 +115,7 @@ class ExpertParallel(Mesh):
         moe: dict[str, Any] = {
             "families": frozenset({"moe"}),
             "features": SPLIT_FEATURES | {"balance"},
-            "observes": SHOWN | {"routed"},
+            "observes": SHOWN | {"mask", "output", "routed"},
         }
         return Claims(
             (split_strategy("ep", {"dp", "ep"}, **moe), split_strategy("ep-gather", {"dp", "ep"}, **moe)),

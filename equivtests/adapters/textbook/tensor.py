@@ -146,11 +146,18 @@ class TensorParallel(Mesh):
             self.split_attention(module, f"layers.{i}.attention")
             for name in ("gate", "up"):
                 if hasattr(module.get_submodule(f"layers.{i}.mlp"), name):
-                    self.column(module, f"layers.{i}.mlp.{name}")
+                    self.column(module, f"layers.{i}.mlp.{name}", enter=same)
             self.row(module, f"layers.{i}.mlp.down")
+            self.enter_once(module, f"layers.{i}.attention")
+            self.enter_once(module, f"layers.{i}.mlp")
         self.split_vocabulary(module)
         if self.sequence_parallel:
             self.split_sequence(module)
+
+    def enter_once(self, module: nn.Module, name: str) -> None:
+        """Exchange what enters a block once, for all column-parallel layers that it begins with."""
+        block = module.get_submodule(name)
+        block.register_forward_pre_hook(lambda _, arguments: (self.enter(arguments[0]), *arguments[1:]))
 
     def split_attention(self, module: nn.Module, name: str) -> None:
         """Whole heads to every rank; heads of keys and values that several ranks use stay whole on all of them."""
@@ -158,12 +165,12 @@ class TensorParallel(Mesh):
         assert isinstance(attention, Attention)
         model, size = self.case.model, attention.size
         start, stop = self.tp.span(model.heads)
-        self.column(module, f"{name}.q", (start * size, stop * size))
+        self.column(module, f"{name}.q", (start * size, stop * size), enter=same)
         used = attention.kv_of[start:stop]
         if model.kv % self.tp.size == 0 and model.heads % self.tp.size == 0:
             low, high = self.tp.span(model.kv)
-            self.column(module, f"{name}.k", (low * size, high * size))
-            self.column(module, f"{name}.v", (low * size, high * size))
+            self.column(module, f"{name}.k", (low * size, high * size), enter=same)
+            self.column(module, f"{name}.v", (low * size, high * size), enter=same)
             attention.kv_of = [head - low for head in used]
         else:
             attention.kv_of = used
@@ -220,14 +227,19 @@ class TensorParallel(Mesh):
     # ------------------------------------------------------------------ cutting one layer
 
     def column(
-        self, module: nn.Module, name: str, span: tuple[int, int] | None = None, leave: Step | None = None
+        self,
+        module: nn.Module,
+        name: str,
+        span: tuple[int, int] | None = None,
+        enter: Step | None = None,
+        leave: Step | None = None,
     ) -> None:
         """Cut the outputs of a linear layer."""
         layer = linear(module, name)
         span = span or self.tp.span(layer.weight.shape[0])
         weight = self.cut_parameter(f"{name}.weight", layer.weight, 0, span)
         bias = None if layer.bias is None else self.cut_parameter(f"{name}.bias", layer.bias, 0, span)
-        module.set_submodule(name, ColumnLinear(weight, bias, self.enter, leave or same))
+        module.set_submodule(name, ColumnLinear(weight, bias, enter or self.enter, leave or same))
 
     def row(self, module: nn.Module, name: str, span: tuple[int, int] | None = None, enter: Step | None = None) -> None:
         """Cut the inputs of a linear layer."""
@@ -239,7 +251,7 @@ class TensorParallel(Mesh):
     def whole(self, module: nn.Module, name: str) -> None:
         """Keep all outputs of a linear layer, of which this rank uses some: its gradient is a part of a sum."""
         layer = linear(module, name)
-        module.set_submodule(name, ColumnLinear(layer.weight, layer.bias, self.enter, same))
+        module.set_submodule(name, ColumnLinear(layer.weight, layer.bias, same, same))
         self.lay_partial(f"{name}.weight")
         self.lay_partial(f"{name}.bias")
 
