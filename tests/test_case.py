@@ -17,7 +17,7 @@ from equivtests.cases.grid import GRID, LEDGER_CASES, RESTORE_CASES, TIERS, Row,
 from equivtests.cases.grid import cases as tier_cases
 from equivtests.cases.layout import layout_of
 from equivtests.cases.parameters import initial, layers, parameters
-from equivtests.cases.split_grid import SPLIT_GRID
+from equivtests.cases.split_grid import SPLIT_GRID, split_cases
 from equivtests.cases.windows import Feed, decode_ids, empty_micro_batch, sample, window_of
 from equivtests.errors import CaseError
 from equivtests.reference.expectation import Expectation, expect
@@ -260,7 +260,8 @@ def test_names_are_distinct_and_tiers_nest() -> None:
     names = [[case.name for case in tier_cases(tier, 4)] for tier in TIERS]
     assert all(len(set(listed)) == len(listed) for listed in names)
     assert set(names[0]) < set(names[1]) < set(names[2]) == {named(line) for line in LINES}
-    assert set(names[2]) >= RESTORE_CASES.keys() | LEDGER_CASES.keys()
+    split = {case.name for case in split_cases("nightly", 16)}
+    assert set(names[2]) | split >= RESTORE_CASES.keys() | LEDGER_CASES.keys()
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 3, 4])
@@ -294,6 +295,7 @@ def test_restoring_and_counting_follow_a_row_to_fewer_ranks() -> None:
     assert tier_of(LEDGER_CASES, "gpt-adamw-w3") == "quick", "the earliest of its row"
     assert tier_of(RESTORE_CASES, "linear-sgd-w4") is None, "a case of the grid that is not restored"
     assert tier_of(RESTORE_CASES, "mlp-unused-w2") is None
+    assert tier_of(LEDGER_CASES, "gpt-tp4") == "default" and tier_of(LEDGER_CASES, "gpt-tp3") is None
 
 
 def test_a_seed_changes_the_name() -> None:

@@ -12,11 +12,13 @@ import pytest
 from commands import Ended, Home, together
 
 from equivtests import __version__
-from equivtests.cases.case import Case, dumps, loads
+from equivtests.cases.case import Case, Layout, dumps, loads
 from equivtests.cases.fixture import Fixture
 from equivtests.cases.fixture import dumps as fixture_text
 from equivtests.cases.grid import GRID
-from equivtests.cli import chapter_refusal, main
+from equivtests.cases.split_grid import SPLIT_GRID, split_named
+from equivtests.cli import main
+from equivtests.cli.runs import chapter_refusal
 from equivtests.explain.shrink import shrink
 from equivtests.judge.check import QUANTITIES
 from equivtests.mutants.kill import planted, strategy_of
@@ -217,8 +219,17 @@ def refused(home: Home, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def test_list_shows_every_strategy_case_and_quantity(ran: Ran) -> None:
     words = {line.split()[0] for line in ran["list"].ended_with(0).lines if line}
-    assert words >= {"dp", "zero-3", "ddp", "fsdp1-full", "fsdp2"} | {row.name for row in GRID}
+    assert words >= {"dp", "zero-3", "ddp", "fsdp1-full", "fsdp2"} | {row.name for row in GRID + SPLIT_GRID}
     assert ran["list"].lines[-len(QUANTITIES) :] == [f"  {quantity}" for quantity in QUANTITIES]
+
+
+def test_list_shows_axes_schedules_and_layouts_of_models_that_are_split(ran: Ran) -> None:
+    lines = [line.strip() for line in ran["list"].lines]
+    assert lines[lines.index("interleaved-1f1b   equivtests.adapters.textbook.pipeline:PipelineParallel") + 2] == (
+        "axes: dp, pp; schedule: interleaved-1f1b"
+    )
+    for row in SPLIT_GRID:
+        assert f"{row.name:24} {row.tier:8} {row.why}" in lines and ", ".join(row.layouts) in lines
 
 
 def test_doctor_tells_versions_and_what_this_machine_can_run(ran: Ran) -> None:
@@ -355,6 +366,40 @@ def test_a_failing_case_becomes_smaller_and_still_fails_by_the_same_quantity(ran
 def test_a_case_of_one_update_can_be_shrunk() -> None:
     one = TWO_BY_THREE.replace(windows=TWO_BY_THREE.windows[:1])
     assert size(shrink(one, lambda case: True)) == (1, 1, 0, 0)
+
+
+SMALLEST = {
+    "gpt-uneven-stages-pp4": Layout(1, pp=2),
+    "gpt-virtual-dp2-pp2v2": Layout(1, pp=2),
+    "gpt-grouped-dp2-tp4": Layout(1, tp=2),
+    "gpt-turned-dp2-cp2-by-cp-dp": Layout(1, cp=2),
+    "moe-clip-dp4-ep4": Layout(2, ep=2),
+    "gpt-three-dp2-tp2-pp2": Layout(1, tp=2, pp=2),
+}
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_case_of_a_split_model_keeps_the_axes_that_split_it(name: str) -> None:
+    """A failure that needs nothing but its axes: two ranks of each are left, and the least model that they can hold."""
+    case = split_named(name)
+    assert case is not None
+    smaller = shrink(case, lambda c: c.layout.splits == case.layout.splits)
+    assert smaller.layout == SMALLEST[name]
+    assert (smaller.model.depth, smaller.model.width, smaller.model.length) == (smaller.layout.pp, 2, 2)
+    assert (smaller.model.features, smaller.model.kv_heads, smaller.model.capacity) == ((), 0, 0)
+
+
+def test_stages_that_a_failure_needs_are_kept_and_their_layers_taken_away() -> None:
+    case = split_named("gpt-uneven-stages-pp4")
+    assert case is not None
+    assert shrink(case, lambda c: c.layout.stages[:1] == (0,)).layout.stages == (0, 0, 0, 1)
+
+
+def test_sequence_lengths_that_a_failure_needs_are_kept() -> None:
+    case = split_named("gpt-lengths-dp2-tp2")
+    assert case is not None
+    assert shrink(case, lambda c: len(set(c.lengths)) == 2).lengths == case.lengths
+    assert shrink(case, lambda c: c.layout.tp == 2).lengths == ()
 
 
 def test_a_case_that_does_not_fail_is_not_shrunk(refused: Refused) -> None:

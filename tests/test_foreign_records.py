@@ -24,6 +24,7 @@ from equivtests.cases import grid
 from equivtests.cases.case import Case, Layout, Model, Optimizer, loads
 from equivtests.cases.grid import named
 from equivtests.cases.parameters import decays, initial, parameters
+from equivtests.cases.split_grid import split_named
 from equivtests.cases.windows import window_of
 from equivtests.chapters.export import TERMS, export
 from equivtests.chapters.records import read_record, write_record
@@ -42,6 +43,8 @@ from equivtests.reference.ledger import EXPECTED
 
 EXAMPLES = CHECKOUT / "docs" / "examples"
 GRID_CASES = {line.name: line.make(line.worlds[0], 0) for line in grid.GRID}
+SPLIT_NAMES = ("gpt-lengths-dp2-tp2", "moe-clip-dp4-ep2", "gpt-virtual-dp2-pp2v2", "gpt-dropout-cp4")
+SPLIT_CASES = {name: case for name in SPLIT_NAMES if (case := split_named(name)) is not None}
 
 # ---------------------------------------------------------------------------------------------- exported cases
 
@@ -58,9 +61,10 @@ def exported(tmp_path: Path) -> Exported:
 
 
 def fed(directory: Path) -> Iterator[tuple[int, int, int, dict[str, Any]]]:
-    """(update, rank, micro-batch, what feed.json says of it with its arrays) of an exported case."""
+    """(update, data rank, micro-batch, what feed.json says of it with its arrays) of an exported case."""
     feed = json.loads((directory / "feed.json").read_text())
-    arrays = [load_file(directory / f"feed-{rank}.safetensors") for rank in range(feed["world"])]
+    arrays = [load_file(file) for file in sorted(directory.glob("feed-*.safetensors"))]
+    assert len(arrays) == len({at["dp"] for at in feed["coordinates"]}) and len(feed["coordinates"]) == feed["world"]
     for window in feed["updates"]:
         for rank, batches in enumerate(window["ranks"]):
             for k, batch in enumerate(batches):
@@ -68,9 +72,9 @@ def fed(directory: Path) -> Iterator[tuple[int, int, int, dict[str, Any]]]:
                 yield window["update"], rank, k, said
 
 
-@pytest.mark.parametrize("name", GRID_CASES)
+@pytest.mark.parametrize("name", GRID_CASES | SPLIT_CASES)
 def test_an_exported_case_holds_what_the_ranks_of_the_suite_are_fed(exported: Exported, name: str) -> None:
-    case = GRID_CASES[name]
+    case = (GRID_CASES | SPLIT_CASES)[name]
     directory, places = exported(case), set()
     for update, rank, k, said in fed(directory):
         places.add((update, rank, k))
@@ -84,9 +88,9 @@ def test_an_exported_case_holds_what_the_ranks_of_the_suite_are_fed(exported: Ex
     assert places == set(windows)
 
 
-@pytest.mark.parametrize("name", GRID_CASES)
+@pytest.mark.parametrize("name", GRID_CASES | SPLIT_CASES)
 def test_an_exported_case_holds_the_model_and_what_every_update_is_made_of(exported: Exported, name: str) -> None:
-    case = GRID_CASES[name]
+    case = (GRID_CASES | SPLIT_CASES)[name]
     directory = exported(case)
     feed, weights = json.loads((directory / "feed.json").read_text()), load_file(directory / "initial.safetensors")
     assert loads((directory / "case.json").read_text()) == case
@@ -103,6 +107,16 @@ def test_an_exported_case_holds_the_model_and_what_every_update_is_made_of(expor
         assert window["microbatches"] == max(map(len, case.windows[update]))
 
 
+@pytest.mark.parametrize("name", SPLIT_CASES)
+def test_an_exported_case_says_where_every_rank_stands(exported: Exported, name: str) -> None:
+    directory, layout = exported(SPLIT_CASES[name]), SPLIT_CASES[name].layout
+    feed = json.loads((directory / "feed.json").read_text())
+    for rank, at in enumerate(feed["coordinates"]):
+        assert at["dp"] == layout.data_rank(rank) and at == {axis: layout.at(rank)[axis] for axis in at}
+    assert feed["coordinates"][-1]["pp"] == layout.pp - 1
+    assert 'the same "dp" in "coordinates" are fed the same' in (directory / "README.md").read_text()
+
+
 def test_exported_loss_terms_are_those_of_the_models() -> None:
     assert {name: term["factor"] for name, term in TERMS.items()} == TERM_WEIGHTS
     assert {name: term["per"] for name, term in TERMS.items()} == TERM_DENOMINATOR
@@ -112,6 +126,8 @@ DROPOUT = (
     named("gpt-dropout-w4"),
     named("gpt-dropout-w4").replace(name="deep", model=Model("mlp", depth=2, features=("dropout",))),
     named("gpt-dropout-w4").replace(name="flat", model=Model("mlp", depth=1, features=("dropout",))),
+    SPLIT_CASES["gpt-dropout-cp4"],
+    SPLIT_CASES["moe-clip-dp4-ep2"],
 )
 
 

@@ -22,7 +22,9 @@ def layouts(draw: st.DrawFn) -> Layout:
     data = degrees["dp"] * degrees["cp"]
     ep = draw(st.sampled_from([n for n in range(1, data + 1) if data % n == 0]))
     virtual = draw(st.sampled_from((1, 2))) if degrees["pp"] > 1 else 1
-    return Layout(**degrees, ep=ep, virtual=virtual, order=tuple(draw(st.permutations(ORDER))))
+    split = math.prod(degrees.values()) > degrees["dp"] or ep > 1
+    replicate = degrees["dp"] if split and draw(st.booleans()) else 1
+    return Layout(**degrees, replicate=replicate, ep=ep, virtual=virtual, order=tuple(draw(st.permutations(ORDER))))
 
 
 @given(layouts(), st.sampled_from(AXES))
@@ -61,7 +63,7 @@ def test_copies_are_as_many_as_the_ranks_that_hold_the_same(layout: Layout, cut:
 def test_a_label_says_which_layout_it_is(layout: Layout) -> None:
     found = layout_of(layout.label)
     assert found is not None and found.label == layout.label and found.world == layout.world
-    coordinates = ("dp", "cp", "tp", "pp", "ep")
+    coordinates = ("dp", "cp", "tp", "pp", "ep", "replicate")
     assert all(
         layout.at(r)[a] == found.at(r)[a] or layout.degree(a) == 1 for r in range(layout.world) for a in coordinates
     )

@@ -78,7 +78,7 @@ def test_declared_collectives_pass_in_whatever_buckets_they_travel() -> None:
     result = judged(DDP, DDP_ISSUES)
     assert result.verdict is Verdict.PASS and not result.explanation
     names = [(c.quantity, c.update, c.name) for c in result.judgement.checks]
-    assert names[:2] == [("collectives", 0, "all_reduce"), ("collectives", 2, "all_reduce")]
+    assert names[:2] == [("collectives", 0, "all_reduce over dp"), ("collectives", 2, "all_reduce over dp")]
     assert {n for _, _, n in names[2:]} == {"weights", "gradients", "state"}
 
 
@@ -109,15 +109,15 @@ def test_two_floating_point_elements_are_payload(dtype: str) -> None:
 
 def test_a_float_payload_of_another_operation_is_told() -> None:
     check = failure(judged(DDP, [*DDP_ISSUES, Collective("broadcast", BOTH, 39, "float32", 0)]))
-    assert (check.quantity, check.name, check.expected) == ("collectives", "broadcast", "nothing")
-    assert check.observed == "39 elements of float32 in groups of 2 ranks"
+    assert (check.quantity, check.name, check.expected) == ("collectives", "broadcast over dp", "nothing")
+    assert check.observed == "39 elements of float32"
 
 
 def test_the_first_rank_and_update_that_differ_are_named() -> None:
     check = failure(judged(DDP, DDP_ISSUES, on_rank_1=DDP_ISSUES[:-1]))
-    assert (check.update, check.rank, check.name) == (2, 1, "all_reduce")
-    assert check.expected == "117 elements of float32 in groups of 2 ranks"
-    assert check.observed == "78 elements of float32 in groups of 2 ranks"
+    assert (check.update, check.rank, check.name) == (2, 1, "all_reduce over dp")
+    assert check.expected == "117 elements of float32"
+    assert check.observed == "78 elements of float32"
 
 
 def test_a_reduction_per_microbatch_is_recognized_where_one_is_declared() -> None:
@@ -135,7 +135,7 @@ def test_a_wrapper_that_wrapped_nothing_fails() -> None:
     """An FSDP that is DDP, and one that does not communicate at all."""
     sharded = dataclasses.replace(DDP, algorithm="fsdp-full", cut="rows", shards=frozenset(WHOLE))
     plain = failure(judged(sharded, DDP_ISSUES))
-    assert (plain.name, plain.observed) == ("reduce_scatter", "nothing")
+    assert (plain.name, plain.observed) == ("reduce_scatter over dp", "nothing")
     assert "what the rank issued is algorithm all-reduce-per-microbatch" in plain.detail
     assert "nothing is synchronized" in failure(judged(sharded, [])).detail
 
@@ -147,7 +147,7 @@ def test_a_compression_that_does_not_compress_fails_by_its_dtype() -> None:
     narrow = [dataclasses.replace(c, dtype="float16") for c in DDP_ISSUES]
     assert judged(DDP, narrow, case=case).verdict is Verdict.PASS
     mixed = failure(judged(DDP, [narrow[0], *DDP_ISSUES[1:]], case=case)).observed.split(" and ")
-    assert mixed == [f"39 elements of {dtype} in groups of 2 ranks" for dtype in ("float16", "float32")]
+    assert mixed == [f"39 elements of {dtype}" for dtype in ("float16", "float32")]
 
 
 def test_a_group_of_the_wrong_size_fails() -> None:
@@ -155,7 +155,8 @@ def test_a_group_of_the_wrong_size_fails() -> None:
     hybrid = dataclasses.replace(ZERO, replicates=True)
     issued = [all_reduce(update, 39) for update in (0, 2)]
     assert judged(hybrid, issued, case=case).verdict is Verdict.PASS  # two replicas of one shard each
-    assert "groups of 2 ranks" in failure(judged(hybrid, ZERO_ISSUES, case=case)).expected
+    check = failure(judged(hybrid, ZERO_ISSUES, case=case))
+    assert (check.name, check.expected, check.observed) == ("all_reduce over dp", "39 elements of float32", "nothing")
 
 
 def test_ranks_without_a_microbatch_take_part_in_every_reduction() -> None:
@@ -217,8 +218,8 @@ def test_the_explanation_can_be_read_by_a_stranger() -> None:
     *lines, command = judged(once, DDP_ISSUES).explanation
     assert command.startswith("  reproduce: python -m pytest --nproc 2 ") and "ledger" in command
     assert lines == [
-        "ddp on by-hand: update 0: collectives of all_reduce differ first",
-        "  expected 39 elements of float32 in groups of 2 ranks, observed 78 elements of float32 in groups of 2 ranks",
+        "ddp on by-hand: update 0: collectives of all_reduce over dp differ first",
+        "  expected 39 elements of float32, observed 78 elements of float32",
         "  all_reduce payload per update and rank; declared algorithm: all-reduce; "
         "what the rank issued is algorithm all-reduce-per-microbatch",
         "  first seen on rank 0",

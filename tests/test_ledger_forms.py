@@ -148,6 +148,12 @@ def test_whole_tensors_go_to_the_emptiest_rank() -> None:
 
 # ----------------------------------------------------------------------------------- expected collectives
 
+
+def elements(expected: ledger.Expected) -> dict[str, int]:
+    """Elements by operation."""
+    return {operation: p.elements for (operation, _), p in expected.items()}
+
+
 EXPECTED_OF_MODEL: dict[str, tuple[ledger.Cut, dict[str, int]]] = {
     "all-reduce": ("tensors", {"all_reduce": 35}),
     "all-reduce-per-microbatch": ("tensors", {"all_reduce": 3 * 35}),
@@ -164,11 +170,11 @@ EXPECTED_OF_MODEL: dict[str, tuple[ledger.Cut, dict[str, int]]] = {
 @pytest.mark.parametrize("algorithm", EXPECTED)
 def test_payload_of_three_microbatches_on_four_ranks(algorithm: str) -> None:
     """Counted by hand for a model with a frozen matrix and a bias that four ranks do not divide."""
-    cut, elements = EXPECTED_OF_MODEL[algorithm]
+    cut, counted = EXPECTED_OF_MODEL[algorithm]
     expected = EXPECTED[algorithm](given_model(reduce="bfloat16", cut=cut))
-    assert {operation: p.elements for operation, p in expected.items()} == elements
+    assert elements(expected) == counted
     reduced = {"all_reduce", "reduce_scatter"}
-    assert all(p.dtype == ("bfloat16" if operation in reduced else "float32") for operation, p in expected.items())
+    assert all(p.dtype == ("bfloat16" if o in reduced else "float32") for (o, _), p in expected.items())
 
 
 @pytest.mark.parametrize("algorithm", ["all-reduce", "zero1-reduce-scatter", "zero1-all-reduce"])
@@ -179,9 +185,11 @@ def test_synchronization_once_per_update_does_not_depend_on_accumulation(algorit
 def test_groups_of_replicated_shards() -> None:
     """Four ranks as two copies of two shards: the ring of each operation is its own group."""
     expected = EXPECTED["zero3"](given_model(cut="flat", shard=2, replicate=2, microbatches=1))
-    assert expected["reduce_scatter"] == Payload(36, "float32", 2)
-    assert expected["all_gather"] == Payload(2 * 76, "float32", 2)
-    assert expected["all_reduce"] == Payload(18, "float32", 2)
+    assert expected == {
+        ("reduce_scatter", "shard"): Payload(36, "float32", 2),
+        ("all_reduce", "replicate"): Payload(18, "float32", 2),
+        ("all_gather", "shard"): Payload(2 * 76, "float32", 2),
+    }
 
 
 INNER = frozenset({"layers.1.weight", "layers.1.bias"})  # 24 and 3 elements; the root keeps 40 (frozen) and 8
@@ -191,7 +199,7 @@ INNER = frozenset({"layers.1.weight", "layers.1.bias"})  # 24 and 3 elements; th
 def test_parameters_of_the_root_are_gathered_once(cut: ledger.Cut, twice: int, once: int) -> None:
     """FSDP does not reshard the root module's own parameters after the forward pass. Rows: 3 of 8 become 4 of 8."""
     given = given_model(cut=cut, units=(INNER,), microbatches=1)
-    assert EXPECTED["fsdp-full"](given)["all_gather"].elements == 2 * twice + once
+    assert elements(EXPECTED["fsdp-full"](given))["all_gather"] == 2 * twice + once
     alone = given_model(cut=cut)
     assert EXPECTED["fsdp-full"](alone) == EXPECTED["fsdp-grad-op"](alone)
 
@@ -201,8 +209,9 @@ def test_parameters_without_gradient_are_gathered_and_not_reduced_by_fully_shard
     unused = frozenset({"layers.1.weight"})
     for algorithm in ("fsdp-full", "fsdp-grad-op"):
         with_all, without = (given_model(cut="rows", microbatches=1, unused=names) for names in (frozenset(), unused))
-        assert EXPECTED[algorithm](without)["reduce_scatter"].elements == 8 + 4
-        assert EXPECTED[algorithm](without)["all_gather"] == EXPECTED[algorithm](with_all)["all_gather"]
+        assert elements(EXPECTED[algorithm](without))["reduce_scatter"] == 8 + 4
+        gathered = ("all_gather", "shard")
+        assert EXPECTED[algorithm](without)[gathered] == EXPECTED[algorithm](with_all)[gathered]
     for algorithm in ("all-reduce", "zero1-reduce-scatter", "zero2", "zero3"):
         assert EXPECTED[algorithm](given_model(unused=unused)) == EXPECTED[algorithm](given_model())
 
@@ -212,8 +221,8 @@ def test_flat_units_with_a_trained_parameter_are_reduced_whole() -> None:
     frozen, rest = frozenset({"layers.0.weight"}), frozenset({"layers.0.bias"})
     mixed = given_model(cut="aligned", units=(INNER,), microbatches=1)
     apart = given_model(cut="aligned", units=(INNER, frozen, rest), microbatches=1)
-    assert EXPECTED["fsdp-full"](mixed)["reduce_scatter"].elements == 28 + 48
-    assert EXPECTED["fsdp-full"](apart)["reduce_scatter"].elements == 28 + 8
+    assert elements(EXPECTED["fsdp-full"](mixed))["reduce_scatter"] == 28 + 48
+    assert elements(EXPECTED["fsdp-full"](apart))["reduce_scatter"] == 28 + 8
 
 
 # what fully_shard of torch 2.13 was seen to issue, per micro-batch on four ranks, for this model, both layers wrapped
@@ -228,7 +237,7 @@ def test_padding_of_rows_is_that_of_fully_shard(algorithm: str) -> None:
     """nn.Linear(5, 8) with frozen weight, nn.Linear(8, 3): the three rows of the second are padded to four."""
     everything = frozenset(p.name for p in MODEL)
     expected = EXPECTED[algorithm](given_model(cut="rows", units=(everything,), microbatches=1))
-    assert {operation: p.elements for operation, p in expected.items()} == SEEN[algorithm]
+    assert elements(expected) == SEEN[algorithm]
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from equivtests.cases.case import FEATURES, Case, Model, Semantics
-from equivtests.cases.layout import Layout
+from equivtests.cases.layout import ORDER, Layout
 from equivtests.cases.windows import Feed, Window
 from equivtests.record.observation import KINDS, Observe
 from equivtests.reference.ledger import EXPECTED, Cut
@@ -53,6 +53,8 @@ class Strategy:
     schedule: row of `reference.schedules.SCHEDULES` that a pipeline follows. microbatches: how many it takes: any number, at least
     as many as pipeline ranks, at least twice as many, or multiples of the pipeline ranks. equal_rows: all micro-batches of a window
     have equal numbers of rows, on every rank. uneven: sizes that are cut may be such that the ranks do not divide them.
+    turned: the axes of a layout may be nested in another order than the usual one.
+    lengths: micro-batches may have sequence lengths of their own.
     precisions: labels such as "float32", "float64", "float32/bfloat16/float32" (`Precision.label`).
     clips: orders of the norm that clipping may use; schedules, decays: whether learning-rate schedules and weight decay are
     supported. denominators: the values of `Semantics.denominator` that a case may ask for.
@@ -60,9 +62,10 @@ class Strategy:
     ragged: ranks may have unequal numbers of micro-batches.
     replicates: layouts with `replicate` > 1 are possible. shards: what is cut over the ranks: weights, gradients, state.
     arithmetic: "torch" if weights are updated by torch's for-loop or foreach optimizers (judged bitwise), else "own".
-    observes: kinds that every run shows. algorithm: row of `reference.ledger.EXPECTED` that the collectives follow, or rows of
-    `reference.split_ledger.SPLIT_EXPECTED` joined by "+" (models that are split), or None (not claimed). cut: how what is sharded is cut, as `reference.ledger.Cut` says. units: what is wrapped on its
-    own: the whole model, or every layer and the rest as the root.
+    observes: kinds that every run shows. algorithm: row of `reference.ledger.EXPECTED` that the collectives follow, or
+    rows of `reference.split_ledger.SPLIT_EXPECTED` joined by "+" where models are split, or None (not claimed). cut: how
+    what is sharded is cut, as `reference.ledger.Cut` says. units: what is wrapped on its own: the whole model, or every
+    layer and the rest as the root.
     """
 
     name: str
@@ -73,6 +76,8 @@ class Strategy:
     microbatches: Literal["any", "stages", "twice", "multiple"] = "any"
     equal_rows: bool = False
     uneven: bool = True
+    turned: bool = True
+    lengths: bool = True
     families: frozenset[str] = ALL_FAMILIES
     features: frozenset[str] = PLAIN_FEATURES
     optimizers: frozenset[str] = ALL_OPTIMIZERS
@@ -153,6 +158,8 @@ class Strategy:
         divides = self.microbatches != "multiple" or all(n % layout.pp == 0 for n in counts)
         yield not divides, f"numbers of micro-batches that {layout.pp} pipeline ranks do not divide"
         yield self.equal_rows and unequal_rows(case), "micro-batches with unequal numbers of rows"
+        yield bool(case.lengths) and not self.lengths, "sequence lengths that change with the micro-batch"
+        yield layout.order != ORDER and not self.turned, "a mesh in another rank order"
         uncut = undivided(case) if not self.uneven else ""
         yield bool(uncut), f"{uncut} that {layout.tp} tensor ranks do not divide"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 TEXTBOOK = (
     "equivtests.adapters.textbook.dp:DataParallel",
+    "equivtests.adapters.textbook.recompute:Recompute",
     "equivtests.adapters.textbook.zero:Zero1",
     "equivtests.adapters.textbook.zero:Zero2",
     "equivtests.adapters.textbook.zero:Zero3",
@@ -14,11 +15,18 @@ TEXTBOOK = (
     "equivtests.adapters.textbook.products:TensorPipeline",
     "equivtests.adapters.textbook.products:ContextTensor",
     "equivtests.adapters.textbook.products:ContextPipeline",
+    "equivtests.adapters.textbook.products:ContextExpert",
 )
 NATIVE = (
     "equivtests.adapters.native.ddp:DDP",
     "equivtests.adapters.native.ddp:ZeroRedundancy",
     "equivtests.adapters.native.fsdp1:FSDP1",
     "equivtests.adapters.native.fsdp2:FSDP2",
+    "equivtests.adapters.native.tensor:TensorParallel",
+    "equivtests.adapters.native.pipeline:Pipeline",
+    "equivtests.adapters.native.products:ShardedTensorParallel",
+    "equivtests.adapters.native.products:PipelineDDP",
+    "equivtests.adapters.native.products:PipelineFSDP2",
+    "equivtests.adapters.native.products:TensorPipeline",
 )
 BUILTIN = TEXTBOOK + NATIVE

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from equivtests.adapters import jax_models as models
@@ -19,7 +19,7 @@ from equivtests.adapters import jax_optimizers as optimizers
 from equivtests.adapters.adapter import MANDATORY, PLAIN_FEATURES, Adapter, Claims, Strategy
 from equivtests.adapters.context import Ranks
 from equivtests.adapters.jax_models import Batch, Terms, Weights
-from equivtests.adapters.jax_ranks import local, meet, place, show
+from equivtests.adapters.jax_ranks import local, meet, mesh_of, place, show
 from equivtests.cases.case import Case
 from equivtests.cases.parameters import initial, parameters
 from equivtests.cases.windows import Feed, Window
@@ -28,7 +28,9 @@ from equivtests.record.observation import Observe, Place
 SHARED: dict[str, Any] = {
     "families": frozenset(models.FAMILIES),
     # arrays have no strides: "transposed" means nothing here
-    "features": PLAIN_FEATURES - {"transposed"} | {"conditional", "dropout", "extra_head", "pairs", "unused", "z_loss"},
+    "features": PLAIN_FEATURES - {"transposed"} | {"conditional", "dropout", "extra_head", "gated", "packed", "pairs"}
+    | {"smoothing", "unused", "z_loss"},
+    "lengths": False,  # `pack` gives all micro-batches one shape
     "observes": MANDATORY | {"tokens", "norm", "clip", "lr", "state", "step"},
     "arithmetic": "own",
 }
@@ -44,17 +46,16 @@ class JAX(Adapter):
 
     def claims(self) -> Claims:
         dp, fsdp = Strategy("jax-dp", **SHARED), Strategy("jax-fsdp", shards=CUT, **SHARED)
-        name = f"jax {jax.__version__}"
-        return Claims((dp, fsdp), framework=name, group="own", preload=("jax",), mutants=MUTANTS)
+        return Claims((dp, fsdp), framework=f"jax {jax.__version__}", group="own", preload=("jax",), mutants=MUTANTS)
 
     def setup(self, case: Case, ranks: Ranks) -> None:
         meet(ranks)
         jax.config.update("jax_enable_x64", case.precision.weights == "float64")
         self.case, self.ranks = case, ranks
-        self.mesh = jax.make_mesh((ranks.world,), ("data",), (AxisType.Auto,))
+        self.mesh = mesh_of(case.layout)
         self.shapes = {p.name: p.shape for p in parameters(case.model)}
         state = self.initial_state()
-        self.shardings = jax.tree.map(self.sharding, state)
+        self.shardings = jax.tree_util.tree_map_with_path(self.sharding, state)
         self.state = jax.tree.map(place, state, self.shardings)
         self.train_step = jax.jit(self.step, out_shardings=(self.shardings, None))
 
@@ -72,7 +73,7 @@ class JAX(Adapter):
         missing = -len(array) % self.ranks.world if self.strategy == "jax-fsdp" else 0
         return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
 
-    def sharding(self, array: np.ndarray) -> NamedSharding:
+    def sharding(self, path: tuple[Any, ...], array: np.ndarray) -> NamedSharding:
         return NamedSharding(self.mesh, P("data") if self.strategy == "jax-fsdp" and array.ndim else P())
 
     # ------------------------------------------------------------------ one update, compiled

@@ -11,13 +11,14 @@ import numpy as np
 from equivtests.cases import numbers
 from equivtests.cases.case import Case, Model
 from equivtests.cases.parameters import parameters
-from equivtests.cases.windows import MicroBatch, Window, empty_micro_batch
+from equivtests.cases.windows import DOCUMENT_END, MicroBatch, Window, empty_micro_batch
 
 Weights = dict[str, jax.Array]
 Terms = dict[str, jax.Array]
 """By name of a loss term, a scalar: main, extra, z, pairs."""
 
 KEEP = 0.75  # probability that dropout keeps an element
+SMOOTHING = 0.125  # weight of the uniform distribution in a smoothed target
 
 FACTORS = {"main": 1.0, "extra": 0.25, "z": 2.0**-6, "pairs": 2.0**-6}  # of the loss terms in the objective
 
@@ -137,6 +138,16 @@ def mlp(model: Model, weights: Weights, batch: Batch) -> Terms:
     return terms | {"pairs": pairs(x.sum(axis=1), batch.rows)} if model.has("pairs") else terms
 
 
+def gated(weights: Weights, name: str, x: jax.Array) -> jax.Array:
+    """silu(gate) · up."""
+    return jax.nn.silu(affine(weights, f"{name}gate", x)) * affine(weights, f"{name}up", x)
+
+
+def gated_mlp(model: Model, weights: Weights, batch: Batch) -> Terms:
+    """y = down(silu(gate(x)) · up(x))."""
+    return {"main": squared_error(affine(weights, "down", gated(weights, "", batch.inputs)), batch)}
+
+
 def pairs(embeddings: jax.Array, rows: jax.Array) -> jax.Array:
     """Sum over pairs of different rows of the product of their embeddings (N, D)."""
     products = embeddings @ embeddings.T
@@ -151,8 +162,16 @@ def normalize(weights: Weights, name: str, x: jax.Array) -> jax.Array:
     return gained + weights[f"{name}.bias"] if f"{name}.bias" in weights else gained
 
 
-def attention(model: Model, weights: Weights, name: str, x_BLD: jax.Array) -> jax.Array:
-    """Causal attention; each head of keys and values serves as many neighbouring heads of queries."""
+def document_starts(model: Model, inputs: jax.Array) -> jax.Array:
+    """Where the document of every position begins, (B, L); zero where rows are one document each."""
+    if not model.has("packed"):
+        return jnp.zeros_like(inputs)
+    begins = jnp.pad(inputs[:, :-1] == DOCUMENT_END, ((0, 0), (1, 0)))
+    return jax.lax.cummax(jnp.where(begins, jnp.arange(inputs.shape[1]), 0), axis=1)
+
+
+def attention(model: Model, weights: Weights, name: str, x_BLD: jax.Array, starts_BL: jax.Array) -> jax.Array:
+    """Causal attention inside of a document; each head of keys and values serves as many neighbouring heads of queries."""
     size = model.width // model.heads
     q, k, v = (affine(weights, f"{name}.{part}", x_BLD) for part in "qkv")
     q, k, v = (part.reshape(*x_BLD.shape[:2], -1, size) for part in (q, k, v))
@@ -160,43 +179,54 @@ def attention(model: Model, weights: Weights, name: str, x_BLD: jax.Array) -> ja
         q, k = normalize(weights, f"{name}.q_norm", q), normalize(weights, f"{name}.k_norm", k)
     k, v = (jnp.repeat(part, model.heads // model.kv, axis=2) for part in (k, v))
     scores = jnp.einsum("blhd,bmhd->bhlm", q, k) / size**0.5
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    mixed = jnp.einsum("bhlm,bmhd->blhd", jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)), v)
+    positions = jnp.arange(x_BLD.shape[1])
+    seen_BHLM = (positions <= positions[:, None]) & (positions >= starts_BL[:, None, :, None])
+    mixed = jnp.einsum("bhlm,bmhd->blhd", jax.nn.softmax(jnp.where(seen_BHLM, scores, -jnp.inf)), v)
     return affine(weights, f"{name}.o", mixed.reshape(x_BLD.shape))
 
 
 def gpt(model: Model, weights: Weights, batch: Batch) -> Terms:
     """Embedding and positions, pre-norm blocks, heads."""
-    x = weights["embedding.weight"][batch.inputs] + weights["positions.weight"]
+    starts = document_starts(model, batch.inputs)
+    x = weights["embedding.weight"][batch.inputs] + weights["positions.weight"][jnp.arange(model.length) - starts]
     if model.has("dropout"):
         x = x * batch.dropout
     for i in range(model.depth):
         block = f"layers.{i}"
-        x = x + attention(model, weights, f"{block}.attention", normalize(weights, f"{block}.norm1", x))
-        up = affine(weights, f"{block}.mlp.up", normalize(weights, f"{block}.norm2", x))
-        x = x + affine(weights, f"{block}.mlp.down", jax.nn.gelu(up, approximate=False))
+        x = x + attention(model, weights, f"{block}.attention", normalize(weights, f"{block}.norm1", x), starts)
+        x = x + feedforward(model, weights, f"{block}.mlp", normalize(weights, f"{block}.norm2", x))
     x = normalize(weights, "norm", x)
     if model.has("conditional"):
         x = x + jnp.where(batch.conditional[:, None, None], affine(weights, "branch", x), 0)
     return heads(model, weights, batch, x)
 
 
+def feedforward(model: Model, weights: Weights, name: str, x: jax.Array) -> jax.Array:
+    """up, GELU or the gate, down."""
+    if model.has("gated"):
+        return affine(weights, f"{name}.down", gated(weights, f"{name}.", x))
+    return affine(weights, f"{name}.down", jax.nn.gelu(affine(weights, f"{name}.up", x), approximate=False))
+
+
 def heads(model: Model, weights: Weights, batch: Batch, x_BLD: jax.Array) -> Terms:
     """Token losses of both heads, and the loss on the log-partition."""
     logits = x_BLD @ weights["embedding.weight" if model.has("tied") else "head.weight"].T
-    terms = {"main": cross_entropy(logits, batch)}
+    terms = {"main": cross_entropy(model, logits, batch)}
     if model.has("extra_head"):
-        terms["extra"] = cross_entropy(affine(weights, "extra_head", x_BLD), batch)
+        terms["extra"] = cross_entropy(model, affine(weights, "extra_head", x_BLD), batch)
     if model.has("z_loss"):
         terms["z"] = jnp.where(batch.valid, jax.nn.logsumexp(logits, axis=-1) ** 2, 0).sum()
     return terms
 
 
-def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
+def cross_entropy(model: Model, logits: jax.Array, batch: Batch) -> jax.Array:
     """Sum over valid positions of the token loss; logits (N, L, V)."""
-    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.targets[..., None], axis=-1)
-    return jnp.where(batch.valid, -chosen[..., 0], 0).sum()
+    likelihoods = jax.nn.log_softmax(logits)
+    losses = -jnp.take_along_axis(likelihoods, batch.targets[..., None], axis=-1)[..., 0]
+    if model.has("smoothing"):
+        losses = (1 - SMOOTHING) * losses - SMOOTHING * likelihoods.mean(axis=-1)
+    return jnp.where(batch.valid, losses, 0).sum()
 
 
-FAMILIES = {"chain": chain, "linear": linear, "mlp": mlp, "gpt": gpt}
+FAMILIES = {"chain": chain, "linear": linear, "mlp": mlp, "gated_mlp": gated_mlp, "gpt": gpt}
 """Loss terms of one micro-batch, as sums over its rows (scalars), of every family."""

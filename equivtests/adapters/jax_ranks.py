@@ -6,9 +6,10 @@ import socket
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import AxisType, Mesh, Sharding
 
 from equivtests.adapters.context import Ranks
+from equivtests.cases.layout import Layout
 from equivtests.record.observation import Observe, Place
 
 
@@ -28,6 +29,15 @@ def free_address() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return "{}:{}".format(*free.getsockname())
+
+
+def mesh_of(layout: Layout) -> Mesh:
+    """The devices by the coordinates of their ranks: axis "data" has the data ranks, axis "model" the tensor ranks."""
+    devices = np.empty((layout.dp, layout.tp), dtype=object)
+    for device in jax.devices():
+        at = layout.at(device.process_index)
+        devices[at["dp"], at["tp"]] = device
+    return Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def place(array: np.ndarray, sharding: Sharding) -> jax.Array:

@@ -209,6 +209,26 @@ LEDGER_CASES: dict[str, Tier] = {
     "mlp-fp16-wire-w4": "default",  # gradients reduced in float16
     "gpt-tied-adam-w4": "nightly",  # ranks filled up with empty micro-batches; two layers, tied weights in the root
     "mlp-momentum-double-w4": "nightly",  # 8 bytes per element; no size that four ranks divide
+    # rows of `split_grid.SPLIT_GRID`
+    "linear-tp4": "default",
+    "gpt-tp4": "default",
+    "gpt-dp2-tp2": "default",  # groups of two kinds and the same size
+    "gpt-auxiliary-tp4": "default",  # pieces of three losses
+    "gpt-odd-tp2": "nightly",  # three heads and a vocabulary of 13
+    "gpt-cp4": "default",
+    "gpt-dp2-cp2": "nightly",
+    "gpt-odd-lengths-cp4": "default",  # parts of sequences are padded; a rank without a position
+    "moe-dp4-ep4": "default",
+    "moe-dp4-ep2": "default",  # experts in two copies
+    "moe-capacity-dp4-ep2": "nightly",  # dropped tokens travel nowhere
+    "gpt-pp4": "default",
+    "gpt-dp2-pp2": "default",
+    "gpt-lengths-pp4": "nightly",
+    "gpt-tied-pp4": "default",  # a parameter of both ends
+    "gpt-virtual-pp2v2": "default",  # two stages per rank
+    "gpt-tp2-pp2": "default",
+    "gpt-cp2-tp2": "default",
+    "gpt-cp2-pp2": "default",
 }
 """Cases in which what travels and what is kept is counted, too, and from which tier on.
 
@@ -251,11 +271,14 @@ def folds(case: Case, world: int) -> bool:
 
 
 def tier_of(table: dict[str, Tier], row: str) -> Tier | None:
-    """From which tier on a case ("gpt-adamw-w4") is run in a chapter; another world counts as its row's own."""
+    """From which tier on a case ("gpt-adamw-w4") is run in a chapter; another world counts as its row's own.
+
+    Models that are split ("gpt-tp4") are run on the layouts that are listed, and no others.
+    """
     listed = {f"{line.name}-w{world}" for line in GRID for world in line.worlds}
-    if row in table or row in listed:
-        return table.get(row)
     name = row.rpartition("-w")[0]
+    if row in table or row in listed or not name:
+        return table.get(row)
     return min((t for n, t in table.items() if n.rpartition("-w")[0] == name), key=TIERS.index, default=None)
 
 

@@ -119,6 +119,8 @@ class Layout:
         if not self.splits:
             return f"w{self.dp}"
         parts = [f"{axis}{self.degree(axis)}" for axis in ("dp", "cp", "ep", "tp", "pp") if self.degree(axis) > 1]
+        if self.replicate > 1:
+            parts[0] += f"r{self.replicate}"
         if self.virtual > 1:
             parts[-1] += f"v{self.virtual}"
         turned = [axis for axis in self.order if self.degree(axis) > 1]
@@ -199,20 +201,20 @@ def _even(depth: int, stages: int) -> Iterator[int]:
 
 
 _LABEL = re.compile(
-    r"(?:dp(?P<dp>\d+)-?)?(?:cp(?P<cp>\d+)-?)?(?:ep(?P<ep>\d+)-?)?(?:tp(?P<tp>\d+)-?)?(?:pp(?P<pp>\d+)(?:v(?P<virtual>\d+))?-?)?"
+    r"(?:dp(?P<dp>\d+)(?:r(?P<replicate>\d+))?-?)?(?:cp(?P<cp>\d+)-?)?(?:ep(?P<ep>\d+)-?)?(?:tp(?P<tp>\d+)-?)?(?:pp(?P<pp>\d+)(?:v(?P<virtual>\d+))?-?)?"
     r"(?:by(?P<order>(?:-(?:dp|cp|tp|pp))+))?"
 )
 
 
 def layout_of(label: str) -> Layout | None:
-    """The layout of a label, or None if it is none. Stages and copies of shards are not told by it."""
+    """The layout of a label, or None if it is none. Stages are not told by it, nor copies of the shards of w4."""
     if re.fullmatch(r"w[1-9]\d*", label):
         return Layout(int(label[1:]))
     match = _LABEL.fullmatch(label)
     if not label or match is None:
         return None
     found = match.groupdict()
-    degrees = {axis: int(found[axis] or 1) for axis in ("dp", "cp", "ep", "tp", "pp", "virtual")}
+    degrees = {axis: int(found[axis] or 1) for axis in ("dp", "replicate", "cp", "ep", "tp", "pp", "virtual")}
     turned = [axis for axis in (found["order"] or "").split("-") if axis]
     order = (*(axis for axis in ORDER if axis not in turned), *turned)
     if math.prod(degrees.values()) < 1 or len(order) != len(ORDER):

@@ -19,7 +19,13 @@ Lines = Iterator[str]
 
 AXES = ("tp", "cp", "pp", "ep", "dp")
 ENTERS = {"weight update": "weight", "optimizer state": "state", "buffer": "buffer"}
-SHOWN = {"initial weights": "weight", "clip coefficient": "clip", "learning rate": "lr", "dropout mask": "mask", "routing": "routed"}
+SHOWN = {
+    "initial weights": "weight",
+    "clip coefficient": "clip",
+    "learning rate": "lr",
+    "dropout mask": "mask",
+    "routing": "routed",
+}
 
 
 def shown_of(view: View, check: Check) -> list[Observation]:
@@ -143,3 +149,69 @@ def expected_output(view: View, check: Check) -> np.ndarray | None:
         return None
     _, data, microbatch = found
     return truth[chosen_rows(view, check.update, data, microbatch)][:, : length_of(view, microbatch)]
+
+
+# ---------------------------------------------------------------------------------------------- parts of sequences
+
+
+def wrong_positions(view: View, check: Check) -> Lines:
+    """Where sequences are cut over ranks: whose positions of an output are wrong?"""
+    expected, shown = expected_output(view, check), shown_of(view, check)
+    if view.case.layout.cp == 1 or expected is None:
+        return
+    wrong: dict[int, list[int]] = {}
+    for o in shown:
+        start = o.place.box[1][0] if o.place.box else 0
+        wanted = region(expected, o.place)
+        for i in range(wanted.shape[1]):
+            if not close(o.values()[:, i].astype(np.float64), wanted[:, i], view):
+                wrong.setdefault(view.case.layout.at(o.rank)["cp"], []).append(start + i)
+    for rank, positions in sorted(wrong.items()):
+        yield f"cp rank {rank} is wrong at positions {', '.join(map(str, sorted(set(positions))))} of its sequences"
+
+
+def one_mask_for_all(view: View, check: Check) -> Lines:
+    """Did ranks draw one and the same mask for different tokens?"""
+    layout = view.case.layout
+    shown = [o for o in view.observations("mask", check.update) if o.array.size]
+    for axis in axes_of(view):
+        for group in layout.partition(axis):
+            masks = {o.rank: o for o in reversed(shown) if o.rank in group and (o.microbatch or 0) == 0}
+            arrays = [o.array for o in masks.values()]
+            differ = len({(layout.data_rank(o.rank), o.place.box) for o in masks.values()}) == len(masks) > 1
+            if differ and all(equal_bits(arrays[0], other) for other in arrays[1:]):
+                listed = ", ".join(map(str, sorted(masks)))
+                yield f"ranks {listed} drew one and the same mask along {axis}, for different tokens"
+                return
+
+
+def counts_along(view: View, check: Check) -> Lines:
+    """Do the counts of the ranks along an axis add up to the window's?"""
+    shown = {o.rank: int(o.array) for o in view.observations("tokens", check.update)}
+    wanted = view.case.tokens(check.update)
+    for axis in axes_of(view):
+        groups = view.case.layout.partition(axis)
+        if all(sum(shown.get(rank, 0) for rank in group) == wanted for group in groups):
+            yield f"the counts add up to the window's over {axis}: each rank counted what it holds"
+
+
+# ---------------------------------------------------------------------------------------------- what can still be said
+
+
+def first_wrong_on_the_way_back(view: View, check: Check) -> Lines:
+    """Seen from the loss, down to which parameter are gradients right?"""
+    truth = truth_at(view, check.update).values
+    order = [name for name in reversed(list(view.expectation.weights[0])) if name in truth]
+    shown = {name: view.whole("gradient", name, check.update) for name in order}
+    fit = [w is not None and not w.problem and close(w.values, truth[n].numpy(), view) for n, w in shown.items()]
+    if any(fit) and not all(fit):
+        first = fit.index(False)
+        rest = f"; {sum(fit[first:])} of the {len(fit) - first - 1} after it are right" if first + 1 < len(fit) else ""
+        yield f"on the way back from the loss, {first} gradients are right before that of {order[first]}{rest}"
+
+
+def split_along(view: View, check: Check) -> Lines:
+    """Which axes can be at fault, where nothing more is known."""
+    splits = [axis for axis in axes_of(view) if axis in view.case.layout.splits]
+    if splits and "disagree" not in check.detail:
+        yield f"ranks agree on it; the model is split along {' and '.join(splits)}"

@@ -13,7 +13,16 @@ import numpy as np
 
 from equivtests.cases.case import Semantics
 from equivtests.cases.meaning import MEANING
-from equivtests.explain.axes import axes_that_differ, reduction_missing, wrong_parts
+from equivtests.explain.axes import (
+    axes_that_differ,
+    counts_along,
+    first_wrong_on_the_way_back,
+    one_mask_for_all,
+    reduction_missing,
+    split_along,
+    wrong_parts,
+    wrong_positions,
+)
 from equivtests.explain.factors import factor_on_gradients, factor_on_loss, factor_on_scalar, named_factor
 from equivtests.explain.parts import (
     Arrays,
@@ -58,7 +67,7 @@ def diagnose(view: View, check: Check) -> list[str]:
     apart = "disagree" in check.detail
     table = APART if apart else TOGETHER
     tried = (*((axes_that_differ,) if apart else ()), *table.get(check.quantity, ()))
-    return [line for explanation in tried for line in explanation(view, check)]
+    return [line for explanation in (*tried, split_along) for line in explanation(view, check)]
 
 
 # ---------------------------------------------------------------------------------------------- samples and counts
@@ -317,12 +326,13 @@ TOGETHER: dict[str, tuple[Explanation, ...]] = {
     "step": (factor_on_scalar,),
     "loss scale": (factor_on_scalar,),
     "samples": (fed_by_ranks,),
-    "tokens": (counted_by_ranks,),
-    "output": (wrong_parts,),
+    "tokens": (counted_by_ranks, counts_along),
+    "dropout mask": (one_mask_for_all,),
+    "output": (wrong_parts, wrong_positions),
     "loss": (factor_on_loss, steps_made, other_semantics, one_term),
     "gradient": (
         wrong_parts, factor_on_gradients, steps_made, other_semantics, one_term, missing_cross_terms, not_finite,
-        like_a_rounding,
+        like_a_rounding, first_wrong_on_the_way_back,
     ),
     "norm": (factor_on_scalar,),
     "clip coefficient": (factor_on_scalar,),

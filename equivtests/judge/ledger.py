@@ -14,6 +14,7 @@ import typing
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
 from equivtests.adapters.adapter import Strategy
 from equivtests.cases.case import Case
@@ -22,6 +23,7 @@ from equivtests.cases.parameters import layers, parameters
 from equivtests.judge.check import Check, Judgement, Verdict
 from equivtests.judge.view import View
 from equivtests.record.observation import Collective
+from equivtests.reference.forward import batch_of, row_sums
 from equivtests.reference.ledger import (
     EXPECTED,
     ITEM_BYTES,
@@ -35,7 +37,8 @@ from equivtests.reference.ledger import (
     Travel,
     persistent_bytes,
 )
-from equivtests.reference.shares import Share, routed
+from equivtests.reference.rows import rows_of
+from equivtests.reference.shares import Share
 from equivtests.reference.split_ledger import (
     ENDS,
     SPLIT_EXPECTED,
@@ -89,7 +92,8 @@ def collectives(view: View) -> Iterator[Check]:
         if view.case.tokens(update):
             expected = [expected_payloads(view, update, rank) for rank in ranks]
             issued = [payloads(view, rank, update) for rank in ranks]
-            for travel in dict.fromkeys(t for found in (*expected, *issued) for t in found):
+            travels = [t for found in expected for t in found] + [t for found in issued for t in found]
+            for travel in dict.fromkeys(travels):
                 yield judge_travel(view, update, travel, expected, issued)
 
 
@@ -114,16 +118,24 @@ def prescribed(view: View, update: int, rank: int, algorithm: str, cut: Cut) -> 
 def share_of(view: View, update: int, rank: int, algorithm: str) -> Share:
     """What the closed forms of split models need to know of one rank."""
     schedule = view.strategy.schedule or "1f1b"
-    return Share(view.case, rank, update, scheme_of(algorithm), schedule, routed_tokens(view, update))
+    return Share(view.case, rank, update, scheme_of(algorithm), schedule, routed(view, update))
 
 
-def routed_tokens(view: View, update: int) -> dict[str, np.ndarray]:
-    """`Share.routed`, by the reference."""
+def routed(view: View, update: int) -> dict[str, np.ndarray]:
+    """`Share.routed`: to which experts the reference's router sends the tokens of each data rank."""
     key = f"routed {update}"
     if view.case.model.experts and key not in view.cache:
-        expected = view.expectation
-        view.cache[key] = routed(view.case, update, expected.steps[update].steps, expected.weights[update])
+        rows, taken = rows_of(view.case, update), tokens_of_rows(view, update)
+        by_rank = [rows.rank == rank for rank in range(view.case.layout.dp)]
+        view.cache[key] = {name: np.array([t[own].sum(axis=0) for own in by_rank]) for name, t in taken.items()}
     return view.cache.get(key, {})
+
+
+def tokens_of_rows(view: View, update: int) -> dict[str, np.ndarray]:
+    """By mixture of experts: the tokens of each row that each expert takes, int64 (N, E), rows ordered as `rows_of`."""
+    case, rows, draw = view.case, rows_of(view.case, update), view.expectation.steps[update].steps
+    batch = batch_of(case.model, case.seed, draw, rows, torch.arange(len(rows)), torch.float64)
+    return {name: taken.numpy() for name, taken in row_sums(view.expectation.weights[update], batch).routed.items()}
 
 
 def by_name(layout: Layout, rank: int, expected: Expected) -> Expected:

@@ -32,9 +32,14 @@ class BatchNorm(nn.Module):
         self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        mean, variance, count = self.statistics(widen(x).flatten(0, 1))
-        self.seen.append((mean.detach(), variance.detach(), count))
+        rows = self.rows(widen(x))
+        mean, variance, count = self.statistics(rows)
+        self.note(rows, mean.detach(), variance.detach(), count)
         return ((widen(x) - mean) / (variance + self.EPS).sqrt()).to(x.dtype)
+
+    def rows(self, x_NLD: Tensor) -> Tensor:
+        """What statistics are taken of, (S, D)."""
+        return x_NLD.flatten(0, 1)
 
     def statistics(self, x_SD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(mean, variance, number) of the S rows and positions here and wherever `total` adds up."""
@@ -42,6 +47,10 @@ class BatchNorm(nn.Module):
         count = sums[-1].detach().clamp(min=1)
         mean = sums[:-1] / count
         return mean, self.total((x_SD - mean).square().sum(dim=0)) / count, count
+
+    def note(self, x_SD: Tensor, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        """Keep what the running statistics are to be moved by."""
+        self.seen.append((mean, variance, count))
 
     def commit(self) -> None:
         """Move the running statistics, and forget what was seen. (Chan et al. 1983: Algorithms for the sample variance.)"""

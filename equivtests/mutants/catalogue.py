@@ -2,6 +2,27 @@
 
 from __future__ import annotations
 
-from equivtests.mutants import context, data, ddp, drift, loss, norms, restore, unsplit, wire, zero
+from equivtests.mutants import (
+    context,
+    data,
+    ddp,
+    drift,
+    expert,
+    loss,
+    norms,
+    pipeline,
+    recompute,
+    restore,
+    statistics,
+    stock,
+    tensor,
+    tied,
+    unsplit,
+    wire,
+    zero,
+)
 
-MODULES = (loss, data, ddp, norms, zero, restore, wire, drift, unsplit, context)
+MODULES = (
+    *(loss, data, ddp, norms, zero, restore, wire, drift, statistics),
+    *(unsplit, tensor, context, expert, recompute, pipeline, tied, stock),
+)

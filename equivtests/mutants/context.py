@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from equivtests.adapters.textbook.context import SCHEMES, ContextParallel, GatheredKeys
-from equivtests.adapters.textbook.products import ContextPipeline, ContextTensor
+from equivtests.adapters.textbook.products import ContextExpert, ContextPipeline, ContextTensor, ShardedMoE
 from equivtests.adapters.textbook.ring import RingAttention, Softmax
 from equivtests.adapters.textbook.shards import GatherShards, ShardedSequence
 from equivtests.adapters.textbook.tensor import TensorParallel
 from equivtests.adapters.torch_adapter import Counts
 from equivtests.cases.windows import MicroBatch, Window
+from equivtests.models.moe import MoE
 from equivtests.models.parts import Terms
 from equivtests.models.sequence import WholeSequence
 from equivtests.mutants.mutant import mutant
@@ -23,12 +24,12 @@ from equivtests.mutants.split_situations import (
     SPLIT_BESIDE_DATA,
     SPLIT_DOCUMENTS,
     SPLIT_DROPOUT,
+    SPLIT_EXPERTS_TOO,
     SPLIT_HEADS_TOO,
     SPLIT_IN_FOUR,
     SPLIT_SEQUENCE,
     SPLIT_STAGES,
     SPLIT_TWO_HEADS,
-    SPLIT_Z_LOSS,
     SPREAD_DROPOUT,
     SPREAD_DROPOUT_DATA,
 )
@@ -94,17 +95,53 @@ class SecondHeadByShard(ContextParallel):
 
 @mutant(
     "megatron-aux-cp",
-    strategy="cp-gather",
-    case=SPLIT_Z_LOSS,
+    strategy="cp-ep",
+    case=SPLIT_EXPERTS_TOO,
     quantity="loss",
     source="NVIDIA/Megatron-LM#2217, #5047, #1652, #3672",
     mistake="the main loss is rescaled for the ranks that share a sequence, the auxiliary one is not",
 )
-class AuxiliaryNotRescaled(ContextParallel):
-    """The z-loss is cp times too small."""
+class AuxiliaryNotRescaled(ContextExpert):
+    """The balance loss is cp times too small."""
 
     def factor(self, term: str, k: int, batch: MicroBatch) -> float:
-        return super().factor(term, k, batch) / (self.layout.cp if term == "z" else 1)
+        return super().factor(term, k, batch) / (self.layout.cp if term == "balance" else 1)
+
+
+@mutant(
+    "megatron-balance-of-shard",
+    strategy="cp-ep",
+    case=SPLIT_EXPERTS_TOO,
+    quantity="loss",
+    source="NVIDIA/Megatron-LM#5996; cf. pytorch/torchtitan#3000",
+    mistake="the balance loss of a row is computed from the choices of the positions that are here",
+)
+class BalanceOfShard(ContextExpert):
+    """Each part of a row is balanced by itself: the sum of products is taken for the product of sums."""
+
+    class Mixture(ShardedMoE):
+        def balance_loss(self, probability_BLE: Tensor, chosen_BLK: Tensor) -> Tensor:
+            return MoE.balance_loss(self, probability_BLE, chosen_BLK) / self.shards.line.size
+
+    mixture = Mixture
+
+
+@mutant(
+    "cp-capacity-of-shard",
+    strategy="cp-ep",
+    case=SPLIT_EXPERTS_TOO,
+    quantity="routing",
+    source="cf. NVIDIA/Megatron-LM#5996",
+    mistake="an expert's room for a row is counted anew on every rank that has a part of it",
+)
+class CapacityOfShard(ContextExpert):
+    """Tokens are kept that one device would drop."""
+
+    class Mixture(ShardedMoE):
+        def kept(self, chosen_BLK: Tensor) -> Tensor:
+            return MoE.kept(self, chosen_BLK)
+
+    mixture = Mixture
 
 
 @mutant(
@@ -420,7 +457,7 @@ class NormsSummedTwice(ContextTensor):
 class OneMaskForAllParts(ContextParallel):
     """A mask is drawn for as many positions as are here, alike on every rank."""
 
-    def rows_here(self, here: int) -> tuple[int, Tensor]:
+    def rows_of_shard(self, here: int) -> tuple[int, Tensor]:
         return here, torch.arange(here)
 
 

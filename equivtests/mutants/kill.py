@@ -89,12 +89,18 @@ def attempt(pools: Runs, mutant: Mutant) -> Kill:
     )
 
 
-AXIS = re.compile(r"\b(?:tp|cp|pp|ep|edp|pipeline|stage)\b")
+ALL_AXES = "the model is split along"
+AXIS = re.compile(r"\b(?:dp|tp|cp|pp|ep|edp|pipeline|stage)\b")
 
 
 def names_axis(case: Case, explanation: list[str]) -> bool:
-    """Whether, where a model is split, an explanation says along which axis it went wrong (its first line names the run)."""
-    told = [line for line in explanation[1:] if "reproduce:" not in line]
+    """Whether, where a model is split, an explanation says along which axis it went wrong.
+
+    Its first line, which names the run, does not count; nor does a list of several axes that the model is split along,
+    unless they are the same ranks.
+    """
+    several = len({case.layout.partition(axis) for axis in case.layout.splits}) > 1
+    told = [line for line in explanation[1:] if "reproduce:" not in line and not (several and ALL_AXES in line)]
     return not case.layout.splits or any(AXIS.search(line) for line in told)
 
 

@@ -277,18 +277,3 @@ class SecondHeadLocal(LoggedApart):
     def differentiated(self, terms: Terms, k: int, batch: MicroBatch) -> Tensor:
         own = sum(b.tokens for b in self.window.microbatches)
         return self.weighted(terms, {"main": self.factor("main", k, batch), "extra": 1 / own})
-
-
-@mutant(
-    "deepspeed-pipe-sum",
-    strategy="dp",
-    case=TWO_BY_THREE_GPT,
-    quantity="gradient",
-    source="deepspeedai/DeepSpeed#7773",
-    mistake="gradients of micro-batches are added up without the division by K",
-)
-class SumOverMicroBatches(MeanOverMicroBatches):
-    """The division by the number of micro-batches is missing on this path."""
-
-    def divisor(self) -> float:
-        return 1.0

@@ -44,6 +44,7 @@ ODD_ROWS = situation("odd-rows", TINY_MLP, ((((8, 1), ()), ((5, 2), (7,))), (((2
 TWO_BY_TWO_MESH = situation("two-by-two-mesh", TINY_MLP, MESH, replicate=2)
 Z_LOSS = situation("z-loss", AUXILIARY, THREES)
 SECOND_HEAD = situation("second-head", TWO_HEADS, THREES)
+BALANCED = situation("balanced", Model("moe", depth=1, experts=4, features=("balance",)), THREES)
 
 # ---------------------------------------------------------------------------------------------- synchronization
 
@@ -54,6 +55,7 @@ EARLY_BRANCH = situation("early-branch", Model("mlp", width=6, features=("bias",
 UNUSED_ONCE = situation("unused-once", Model("mlp", width=6, features=("bias", "unused")), FOURS[:1])
 RUNNING = situation("running", Model("mlp", width=6, features=("running",)), FOURS)
 IDLE_RANK = situation("idle-rank", TINY_MLP, ONE_IDLE)
+BATCH_NORM = situation("batch-norm", Model("mlp", width=6, features=("batch_norm", "bias")), FOURS)
 PAIRS = situation("pairs", Model("mlp", width=6, features=("bias", "pairs")), FOURS)
 LARGE_GRADIENTS = situation(
     "large-gradients", REAL_LINEAR, FOURS, Optimizer("sgd", lr=2.0**-18),
@@ -101,3 +103,4 @@ LOOSE = situation("loose-clip", TINY_MLP, PAIR, Optimizer("sgd", lr=0.5, clip=0.
 UNUSED_IN_BETWEEN: Windows = (PAIR[0], (((), (8,)), ((), (3,))), PAIR[1])
 BRANCH_UNUSED = situation("branch-unused-once", Model("mlp", features=("conditional",)), UNUSED_IN_BETWEEN, ADAM_PLAIN)
 DROPOUT = situation("dropout", Model("gpt", depth=1, features=("dropout",)), PAIR)
+TIED = situation("tied", Model("gpt", depth=1, vocabulary=13, features=("bias", "tied")), PAIR)

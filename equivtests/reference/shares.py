@@ -11,13 +11,10 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
-import torch
 
 from equivtests.cases.case import Case, Model
 from equivtests.cases.layout import Layout
 from equivtests.cases.parameters import Parameter, parameters
-from equivtests.reference.forward import Weights, batch_of, row_sums
-from equivtests.reference.rows import rows_of
 from equivtests.reference.schedules import placement
 
 Batch = tuple[int, int]
@@ -54,12 +51,14 @@ class Scheme:
     """How a strategy cuts, where its axes do not tell.
 
     linear: of a stack of linear layers, every other one by its inputs (pairs), or all by outputs (columns) or inputs (rows).
-    sequence: tensor ranks have a part of each sequence between the layers. zigzag: see `zigzag_size`.
+    sequence: tensor ranks have a part of each sequence between the layers. zigzag: see `zigzag_size`. filled: a rank's
+    micro-batches are all as large as the largest of a window, with at least one row.
     """
 
     linear: Literal["pairs", "columns", "rows"] = "pairs"
     sequence: bool = False
     zigzag: bool = False
+    filled: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,11 @@ class Share:
 
     def fed(self, rank: int) -> tuple[Batch, ...]:
         window = self.case.windows[self.update][self.layout.data_rank(rank)]
-        return tuple((len(rows), self.case.length(k)) for k, rows in enumerate(window))
+        batches = tuple((len(rows), self.case.length(k)) for k, rows in enumerate(window))
+        if not self.scheme.filled:
+            return batches
+        largest = (max(1, *(rows for rows, _ in batches)), max(length for _, length in batches))
+        return (largest,) * len(batches)
 
     def positions(self, length: int, index: int | None = None) -> int:
         """How many of the positions of a sequence a context rank has (None: this one)."""
@@ -181,16 +184,6 @@ class Share:
         dimension, things = cut
         each = parameter.shape[dimension] // things
         return parameter.size // parameter.shape[dimension] * each * self.part("tp", things)
-
-
-def routed(case: Case, update: int, draw: int, weights: Weights) -> dict[str, np.ndarray]:
-    """`Share.routed` of a window at weights; draw: updates made so far, on which dropout depends."""
-    rows = rows_of(case, update)
-    leaves = {name: weight.detach().double() for name, weight in weights.items()}
-    batch = batch_of(case.model, case.seed, draw, rows, torch.arange(len(rows)), torch.float64)
-    taken = {name: tokens.numpy() for name, tokens in row_sums(leaves, batch).routed.items()}
-    ranks = range(case.layout.dp)
-    return {name: np.array([tokens[rows.rank == rank].sum(axis=0) for rank in ranks]) for name, tokens in taken.items()}
 
 
 def expert_of(name: str) -> int | None:

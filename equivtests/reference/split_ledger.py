@@ -11,7 +11,8 @@ recomputation, section 4.2.2; here reduce-scatters are all-reduces of which each
 2023, DeepSpeed Ulysses, section 3.2 (ulysses). Experts: Lepikhin et al. 2020, GShard, section 3.2. Pipelines: Narayanan et
 al. 2021, Efficient large-scale language model training on GPU clusters, section 3.3.1.
 
-Parts of unequal sizes are padded to the largest to be gathered. As in `reference.ledger`, scalars and integers (how large
+Parts of unequal sizes are padded to the largest to be gathered; micro-batches of unequal sizes are filled up where stages
+take one shape only (torch.distributed.pipelining). As in `reference.ledger`, scalars and integers (how large
 the parts of other ranks are, which experts tokens go to) are left out.
 """
 
@@ -131,16 +132,14 @@ def tensor_plain(given: Share, tokens: int) -> Messages:
 
 def partial_gradients(given: Share) -> Iterator[int]:
     """Elements of what every tensor rank holds whole and has a part of the gradient of: it saw some heads or positions."""
-    by_heads = ("q_norm.weight", "k_norm.weight")
-    by_position = ("norm.weight", "norm.bias", "norm1.weight", "norm1.bias", "norm2.weight", "norm2.bias")
-    by_position += ("attention.o.bias", "mlp.down.bias")
     ranks, model = given.ranks("tp"), given.model
-    whole_heads = model.decoder and (model.kv % ranks or model.heads % ranks)
-    names = by_heads + (("k.weight", "v.weight", "v.bias") if whole_heads else ())
-    names += by_position if given.scheme.sequence else ()
-    for name, elements in given.trained.items():
-        if name.endswith(tuple(f".{n}" for n in names)) or name in names:
-            yield elements
+    ends = [".q_norm.weight", ".k_norm.weight"]
+    if model.decoder and (model.kv % ranks or model.heads % ranks):
+        ends += [".k.weight", ".v.weight", ".v.bias"]
+    if given.scheme.sequence:
+        ends += [f".{norm}.{kind}" for norm in ("norm", "norm1", "norm2") for kind in ("weight", "bias")]
+        ends += [".o.bias", ".down.bias"]
+    yield from (elements for name, elements in given.trained.items() if f".{name}".endswith(tuple(ends)))
 
 
 def padded(total: int, ranks: int) -> int:
@@ -281,6 +280,7 @@ SPLIT_EXPECTED: dict[str, Algorithm] = {
     "ep": Algorithm(dispatched_tokens),
     "ep-gather": Algorithm(gathered_tokens),
     "pipeline": Algorithm(pipeline),
+    "pipeline-filled": Algorithm(pipeline, {"filled": True}),
 }
 """What one update communicates, by declared algorithm. A product of axes joins them: "cp-ring+tp+pipeline"."""
 

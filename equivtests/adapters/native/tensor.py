@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from equivtests.adapters.adapter import Claims, Strategy
 from equivtests.adapters.native.mesh import SplitModel, whole
-from equivtests.adapters.native.plan import GptPlan, plain_plan, use_own_heads
+from equivtests.adapters.native.plan import GptPlan, Plan, plain_plan, use_own_heads
 from equivtests.adapters.torch_adapter import SHOWN
 from equivtests.cases.windows import MicroBatch
 from equivtests.models.gpt import GPT, Attention
@@ -56,15 +56,14 @@ class ShardedVocabulary(WholeVocabulary):
 class TensorParallel(SplitModel):
     """parallelize_module with a plan per layer. Data ranks, if there are several, are averaged by hand.
 
-    dtensor-tp: every rank gathers the logits; dtensor-tp-loss: they stay cut, the loss is parallel; dtensor-tp-sequence:
-    norms and dropout are parallel, too.
+    dtensor-tp: every rank gathers the logits. dtensor-tp-sequence: logits stay cut and the loss is parallel; norms and
+    dropout see a part of each sequence.
     """
 
     def claims(self) -> Claims:
         return Claims(
             (
                 tensor_strategy("dtensor-tp"),
-                tensor_strategy("dtensor-tp-loss", families=frozenset({"gpt"})),
                 tensor_strategy("dtensor-tp-sequence", families=frozenset({"gpt"})),
             ),
             framework=f"torch {torch.__version__}",
@@ -90,18 +89,28 @@ class TensorParallel(SplitModel):
 
     def parallelize_gpt(self, module: GPT, mesh: DeviceMesh) -> None:
         rank, ranks = mesh.get_local_rank(), mesh.size()
-        tied = self.case.model.has("tied")
-        plan = GptPlan(module, ranks, self.sequence, self.parallel_loss).plan()
+        plan = self.plan(module, ranks)
         for part in module.modules():
             if isinstance(part, Attention):
                 use_own_heads(part, rank, ranks)
         parallelize_module(module, mesh, plan)
-        if tied:  # parallelize_module cuts each module by itself, and leaves two parameters
-            module.head.weight = module.embedding.weight
+        if self.case.model.has("tied"):
+            self.tie(module)
         if self.parallel_loss:
-            module.vocabulary = ShardedVocabulary(module.vocabulary.smoothing)
+            module.vocabulary = self.vocabulary(module.vocabulary.smoothing)
         if self.sequence and module.dropout is not None:
             module.dropout.rows = lambda n: (n * ranks, slice(rank * n, (rank + 1) * n))
+
+    def plan(self, module: GPT, ranks: int) -> Plan:
+        """A style for every layer that has parameters."""
+        return GptPlan(module, ranks, self.sequence, self.parallel_loss).plan()
+
+    def tie(self, module: GPT) -> None:
+        """parallelize_module cuts each module by itself, and leaves two parameters where there was one."""
+        module.head.weight = module.embedding.weight
+
+    def vocabulary(self, smoothing: float) -> WholeVocabulary:
+        return ShardedVocabulary(smoothing)
 
     def balanced(self, window: Any) -> list[MicroBatch]:
         """Each data rank works by itself: none has to wait for another's micro-batch."""

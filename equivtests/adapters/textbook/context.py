@@ -117,7 +117,7 @@ class ContextParallel(Mesh):
     schemes = SCHEMES
 
     def claims(self) -> Claims:
-        strategies = tuple(split_strategy(name, {"dp", "cp"}) for name in SCHEMES)
+        strategies = tuple(split_strategy(name, {"dp", "cp"}, algorithm=name) for name in SCHEMES)
         return Claims(strategies, framework="equivtests textbook")
 
     def split(self, module: nn.Module) -> None:
@@ -128,7 +128,7 @@ class ContextParallel(Mesh):
         if self.shards.line.size > 1:
             module.use_sequence(sequence(module.sequence.packed, self.shards))
             if module.dropout is not None:
-                module.dropout.rows = self.rows_here
+                module.dropout.rows = self.rows_of_shard
 
     # ------------------------------------------------------------------ cutting sequences
 
@@ -140,7 +140,7 @@ class ContextParallel(Mesh):
         here = self.shards.positions(batch.valid.shape[1]).numpy()
         return replace(batch, inputs=batch.inputs[:, here], targets=batch.targets[:, here], valid=batch.valid[:, here])
 
-    def rows_here(self, here: int) -> tuple[int, Tensor]:
+    def rows_of_shard(self, here: int) -> tuple[int, Tensor]:
         """The length of the whole sequence, for which a dropout mask is drawn, and the positions of it here."""
         length = self.shards.length(here)
         return length, self.shards.positions(length)

@@ -118,7 +118,7 @@ class ExpertParallel(Mesh):
             "observes": SHOWN | {"mask", "output", "routed"},
         }
         return Claims(
-            (split_strategy("ep", {"dp", "ep"}, **moe), split_strategy("ep-gather", {"dp", "ep"}, **moe)),
+            tuple(split_strategy(name, {"dp", "ep"}, algorithm=name, **moe) for name in ("ep", "ep-gather")),
             framework="equivtests textbook",
         )
 

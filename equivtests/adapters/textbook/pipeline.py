@@ -42,6 +42,7 @@ def pipeline_strategy(name: str, axes: set[str], schedule: str, **changes: Any) 
     shared: dict[str, Any] = {
         "families": frozenset({"chain", "mlp", "gpt"}),
         "observes": SHOWN | {"mask", "output", "timeline"},
+        "algorithm": "pipeline",
     }
     return split_strategy(name, axes, schedule=schedule, **(shared | changes))
 

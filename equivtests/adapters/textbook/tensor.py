@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from equivtests.adapters.adapter import Claims
 from equivtests.adapters.textbook.lines import Copy, Gather, GatherForWork, Line, Reduce, ReduceScatter, Scatter
-from equivtests.adapters.textbook.mesh import Mesh, split_strategy
+from equivtests.adapters.textbook.mesh import SPLIT_FEATURES, Mesh, split_strategy
 from equivtests.models.gpt import GPT, Attention
 from equivtests.models.parts import widen
 from equivtests.models.vocabulary import WholeVocabulary
@@ -100,12 +100,13 @@ class TensorParallel(Mesh):
 
     def claims(self) -> Claims:
         plain = frozenset({"linear", "mlp", "gated_mlp"})
+        features = SPLIT_FEATURES | {"transposed"}
         return Claims(
             (
-                split_strategy("tp-column", {"dp", "tp"}, families=plain),
-                split_strategy("tp-row", {"dp", "tp"}, families=plain),
-                split_strategy("tp", {"dp", "tp"}, families=plain | {"gpt"}),
-                split_strategy("tp-sequence", {"dp", "tp"}),
+                split_strategy("tp-column", {"dp", "tp"}, families=plain, features=features, algorithm="tp-column"),
+                split_strategy("tp-row", {"dp", "tp"}, families=plain, features=features, algorithm="tp-row"),
+                split_strategy("tp", {"dp", "tp"}, families=plain | {"gpt"}, features=features, algorithm="tp"),
+                split_strategy("tp-sequence", {"dp", "tp"}, algorithm="tp-sequence"),
             ),
             framework="equivtests textbook",
         )
@@ -260,11 +261,11 @@ class TensorParallel(Mesh):
         module.set_submodule("embedding", VocabularyEmbedding(weight, span[0], self.total))
 
     def cut_parameter(self, name: str, parameter: Tensor, dim: int, span: tuple[int, int]) -> nn.Parameter:
-        """The part of a parameter along a dimension, noted in `laid`."""
+        """The part of a parameter along a dimension, stored as the whole was (transposed or not), noted in `laid`."""
         box = tuple(span if d == dim else (0, n) for d, n in enumerate(parameter.shape))
         if name in self.laid:  # else tied to one that is
             self.lay(name, box=box, cut=self.laid[name].cut | {"tp"})
-        part = parameter.detach().narrow(dim, span[0], span[1] - span[0]).clone(memory_format=torch.contiguous_format)
+        part = parameter.detach().narrow(dim, span[0], span[1] - span[0]).clone()
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
     def lay_partial(self, name: str) -> None:
