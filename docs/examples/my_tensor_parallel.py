@@ -1,4 +1,4 @@
-"""Tensor parallelism behind equivtests: the last two layers of an MLP, one cut by columns, one by rows (as in Megatron-LM)."""
+"""Tensor parallelism: the last two layers of an MLP, one cut by columns and one by rows, as in Megatron-LM."""
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,8 @@ class MyTensorParallel(TorchAdapter):
     def wrap(self, module):
         """Cut the last two layers, and note which dimension of which parameter is cut."""
         layout, last = self.case.layout, self.case.model.depth - 1
-        group, size = self.ranks.group(layout.partition("tp")), self.case.model.width // layout.tp
+        group = self.ranks.group(layout.partition("tp"))
+        size = self.case.model.width // layout.tp
         start = layout.at(self.ranks.rank)["tp"] * size
         self.span = start, start + size
         module.layers[last - 1] = Column(module.layers[last - 1], slice(*self.span), group)

@@ -27,9 +27,8 @@ from equivtests.record.observation import Observe, Place
 
 SHARED: dict[str, Any] = {
     "families": frozenset(models.FAMILIES),
-    # arrays have no strides: "transposed" means nothing here
-    "features": PLAIN_FEATURES - {"transposed"} | {"conditional", "dropout", "extra_head", "gated", "packed", "pairs"}
-    | {"smoothing", "unused", "z_loss"},
+    "features": PLAIN_FEATURES - {"transposed"}  # arrays have no strides
+    | {"conditional", "dropout", "extra_head", "gated", "packed", "pairs", "smoothing", "unused", "z_loss"},
     "lengths": False,  # `pack` gives all micro-batches one shape
     "observes": MANDATORY | {"tokens", "norm", "clip", "lr", "state", "step"},
     "arithmetic": "own",

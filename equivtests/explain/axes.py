@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from equivtests.cases.parameters import initial
 from equivtests.explain.parts import close
 from equivtests.judge.assemble import equal_bits
 from equivtests.judge.check import Check
@@ -38,9 +39,11 @@ def shown_of(view: View, check: Check) -> list[Observation]:
     return view.parts.get((kind, update), {}).get(check.name, [])
 
 
-def axes_of(view: View) -> list[str]:
-    """The axes that have more than one rank."""
-    return [axis for axis in AXES if view.case.layout.degree(axis) > 1]
+def axes_of(view: View, name: str = "") -> list[str]:
+    """The axes that have more than one rank; the copies of an expert lie along edp, not along dp and cp."""
+    axes = [axis for axis in AXES if view.case.layout.degree(axis) > 1]
+    expert = ".experts." in name and view.case.layout.ep > 1
+    return [axis for axis in axes if axis not in ("cp", "dp")] + ["edp"] if expert else axes
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def axes_that_differ(view: View, check: Check) -> Lines:
     """Where copies disagree: along which axes they do, and along which they agree."""
     shown = shown_of(view, check)
     differ, agree = [], []
-    for axis in axes_of(view):
+    for axis in axes_of(view, check.name):
         sets = list(copies_along(view, shown, axis))
         apart = [c for c in sets if not all(equal_bits(c.arrays[0], other) for other in c.arrays[1:])]
         if apart:
@@ -84,7 +87,7 @@ def reduction_missing(view: View, check: Check) -> Lines:
     truth = truth_at(view, check.update).values.get(check.name)
     if truth is None or not view.case.layout.splits:
         return
-    for axis in axes_of(view):
+    for axis in axes_of(view, check.name):
         sets = list(copies_along(view, shown_of(view, check), axis))
         apart = any(not equal_bits(c.arrays[0], other) for c in sets for other in c.arrays[1:])
         for word, combine in (("sum", np.sum), ("mean", np.mean)):
@@ -128,7 +131,9 @@ def fits(view: View, o: Observation, expected: np.ndarray) -> bool:
 
 
 def expected_of(view: View, check: Check) -> np.ndarray | None:
-    """The whole tensor that a check expects: a gradient, or a weight after the step."""
+    """The whole tensor that a check expects: an initial weight, an output, a gradient, or a weight after the step."""
+    if check.quantity == "initial weights":
+        return initial(view.case).get(check.name)
     if check.quantity == "gradient":
         truth = truth_at(view, check.update).values.get(check.name)
         return None if truth is None else truth.numpy()
@@ -193,6 +198,44 @@ def counts_along(view: View, check: Check) -> Lines:
         groups = view.case.layout.partition(axis)
         if all(sum(shown.get(rank, 0) for rank in group) == wanted for group in groups):
             yield f"the counts add up to the window's over {axis}: each rank counted what it holds"
+
+
+# ---------------------------------------------------------------------------------------------- norms over axes
+
+
+def counted_along(view: View, check: Check) -> Lines:
+    """Does the norm count what is whole along an axis once per rank, or leave out parts of what is cut along it?"""
+    if view.case.optimizer.clip_norm != "2" or not check.observed:
+        return
+    seen = float(check.observed) ** 2
+    for axis in axes_of(view):
+        whole, parts = squares_along(view, check.update, axis)
+        ranks = len(parts)
+        if near(seen, ranks * whole + sum(parts)):
+            yield f"what is whole along {axis} is counted {ranks} times, once per rank"
+        for rank, part in enumerate(parts):
+            if part < sum(parts) and near(seen, whole + part):
+                yield f"of what is cut along {axis}, only the part of {axis} rank {rank} is counted"
+
+
+def squares_along(view: View, update: int, axis: str) -> tuple[float, list[float]]:
+    """Squares of the gradient: of tensors that are whole along an axis, and of the parts of the others by coordinate."""
+    whole, parts = 0.0, [0.0] * view.case.layout.degree(axis)
+    for name in view.names("gradient", update):
+        shown = view.parts[("gradient", update)][name]
+        found = {(o.place.box, o.place.interval, view.case.layout.at(o.rank)[axis]): o for o in shown}
+        places = {(box, interval) for box, interval, _ in found}
+        if len(places) == 1 and len(found) == len(parts):
+            tensor = view.whole("gradient", name, update)
+            whole += 0.0 if tensor is None else float((tensor.values.astype(np.float64) ** 2).sum())
+            continue
+        for (_, _, at), o in found.items():
+            parts[at] += float((o.values().astype(np.float64) ** 2).sum())
+    return whole, parts
+
+
+def near(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-4 * max(abs(a), abs(b))
 
 
 # ---------------------------------------------------------------------------------------------- what can still be said

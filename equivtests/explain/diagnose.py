@@ -15,6 +15,7 @@ from equivtests.cases.case import Semantics
 from equivtests.cases.meaning import MEANING
 from equivtests.explain.axes import (
     axes_that_differ,
+    counted_along,
     counts_along,
     first_wrong_on_the_way_back,
     one_mask_for_all,
@@ -205,8 +206,9 @@ def one_term(view: View, check: Check) -> Lines:
         for span, arrays in spans_of(view, check.update, term):
             factor = multiple(view, rest, flat(arrays, names), float(np.linalg.norm(everything)))
             if factor is not None and factor > 0:
-                found.append((abs(math.log(factor)), factor, span))
-        for distance, factor, span in sorted(found)[:1]:
+                named = bool(named_factor(view.case, check.update, factor))
+                found.append((not named and abs(factor - 1) > 1e-3, abs(math.log(factor)), factor, span))
+        for _, distance, factor, span in sorted(found)[:1]:
             name = named_factor(view.case, check.update, factor)
             words = [f"it is {SPANS[span]}"] if span else []
             words += [f"it counts {factor:.6g}{name} times"] if distance > 1e-3 else []
@@ -334,7 +336,8 @@ TOGETHER: dict[str, tuple[Explanation, ...]] = {
         wrong_parts, factor_on_gradients, steps_made, other_semantics, one_term, missing_cross_terms, not_finite,
         like_a_rounding, first_wrong_on_the_way_back,
     ),
-    "norm": (factor_on_scalar,),
+    "initial weights": (wrong_parts,),
+    "norm": (factor_on_scalar, counted_along),
     "clip coefficient": (factor_on_scalar,),
     "learning rate": (factor_on_scalar,),
     "weight update": (wrong_parts, other_rule),

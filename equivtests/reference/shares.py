@@ -51,8 +51,8 @@ class Scheme:
     """How a strategy cuts, where its axes do not tell.
 
     linear: of a stack of linear layers, every other one by its inputs (pairs), or all by outputs (columns) or inputs (rows).
-    sequence: tensor ranks have a part of each sequence between the layers. zigzag: see `zigzag_size`. filled: a rank's
-    micro-batches are all as large as the largest of a window, with at least one row.
+    sequence: tensor ranks have a part of each sequence between the layers. zigzag: see `zigzag_size`. filled: every data
+    rank has as many micro-batches, each as large as its largest, with at least one row.
     """
 
     linear: Literal["pairs", "columns", "rows"] = "pairs"
@@ -106,12 +106,15 @@ class Share:
         return self.fed(self.rank)
 
     def fed(self, rank: int) -> tuple[Batch, ...]:
-        window = self.case.windows[self.update][self.layout.data_rank(rank)]
-        batches = tuple((len(rows), self.case.length(k)) for k, rows in enumerate(window))
+        """The micro-batches of a rank's data rank."""
+        window = self.case.windows[self.update]
+        own = window[self.layout.data_rank(rank)]
+        batches = [(len(rows), self.case.length(k)) for k, rows in enumerate(own)]
         if not self.scheme.filled:
-            return batches
-        largest = (max(1, *(rows for rows, _ in batches)), max(length for _, length in batches))
-        return (largest,) * len(batches)
+            return tuple(batches)
+        count = max(map(len, window))
+        batches += [(1, self.model.length)] * (count - len(batches))
+        return ((max(1, *(rows for rows, _ in batches)), max(length for _, length in batches)),) * count
 
     def positions(self, length: int, index: int | None = None) -> int:
         """How many of the positions of a sequence a context rank has (None: this one)."""

@@ -12,8 +12,8 @@ recomputation, section 4.2.2; here reduce-scatters are all-reduces of which each
 al. 2021, Efficient large-scale language model training on GPU clusters, section 3.3.1.
 
 Parts of unequal sizes are padded to the largest to be gathered; micro-batches of unequal sizes are filled up where stages
-take one shape only (torch.distributed.pipelining). As in `reference.ledger`, scalars and integers (how large
-the parts of other ranks are, which experts tokens go to) are left out.
+take one shape only (torch.distributed.pipelining). As in `reference.ledger`, scalars and integers (how large the parts of
+other ranks are, which experts tokens go to) are left out.
 """
 
 from __future__ import annotations
