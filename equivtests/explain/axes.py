@@ -256,5 +256,5 @@ def first_wrong_on_the_way_back(view: View, check: Check) -> Lines:
 def split_along(view: View, check: Check) -> Lines:
     """Which axes can be at fault, where nothing more is known."""
     splits = [axis for axis in axes_of(view) if axis in view.case.layout.splits]
-    if splits and "disagree" not in check.detail:
+    if splits and "disagree" not in check.detail and check.quantity not in ("collectives", "bytes"):
         yield f"ranks agree on it; the model is split along {' and '.join(splits)}"

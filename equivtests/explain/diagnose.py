@@ -25,6 +25,7 @@ from equivtests.explain.axes import (
     wrong_positions,
 )
 from equivtests.explain.factors import factor_on_gradients, factor_on_loss, factor_on_scalar, named_factor
+from equivtests.explain.microbatches import factors_of_microbatches, targets_of_another, wrong_stages
 from equivtests.explain.parts import (
     Arrays,
     across_ranks,
@@ -331,10 +332,11 @@ TOGETHER: dict[str, tuple[Explanation, ...]] = {
     "tokens": (counted_by_ranks, counts_along),
     "dropout mask": (one_mask_for_all,),
     "output": (wrong_parts, wrong_positions),
-    "loss": (factor_on_loss, steps_made, other_semantics, one_term),
+    "loss": (factor_on_loss, steps_made, other_semantics, one_term, targets_of_another),
     "gradient": (
         wrong_parts, factor_on_gradients, steps_made, other_semantics, one_term, missing_cross_terms, not_finite,
-        like_a_rounding, first_wrong_on_the_way_back,
+        like_a_rounding, factors_of_microbatches, wrong_stages,
+        first_wrong_on_the_way_back,
     ),
     "initial weights": (wrong_parts,),
     "norm": (factor_on_scalar, counted_along),

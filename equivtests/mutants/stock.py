@@ -119,7 +119,9 @@ class TwoSteps(Pipeline):
 
     def claims(self) -> Claims:
         strategy = pipeline_strategy("torch-gpipe-twice", "gpipe", restores=False)
-        return Claims((replace(strategy, schedule=None, observes=SHOWN),), framework=f"torch {torch.__version__}")
+        return Claims(
+            (replace(strategy, schedule=None, observes=SHOWN | {"output"}),), framework=f"torch {torch.__version__}"
+        )
 
     @property
     def schedule_name(self) -> str:
@@ -127,8 +129,10 @@ class TwoSteps(Pipeline):
 
     def accumulate(self, batches: list[MicroBatch]) -> Tensor:
         half = len(batches) // 2
-        loss = super().accumulate(batches[:half]) + super().accumulate(batches[half:])
-        self.batches = batches
+        loss = super().accumulate(batches[:half])
+        outputs = self.outputs
+        loss += super().accumulate(batches[half:])
+        self.batches, self.outputs = batches, outputs + self.outputs
         return loss
 
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from equivtests.adapters.native.checkpoint import DistributedCheckpoint
-from equivtests.adapters.places import dtensor_place
+from equivtests.adapters.places import dtensor_place, show
 from equivtests.adapters.torch_adapter import Shown
 from equivtests.cases.layout import Layout
-from equivtests.record.observation import Place
+from equivtests.cases.windows import MicroBatch
+from equivtests.record.observation import Observe, Place
 
 
 class SplitModel(DistributedCheckpoint):
@@ -36,6 +37,32 @@ class SplitModel(DistributedCheckpoint):
 
     def loss_place(self) -> Place:
         return Place((), replica=self.layout.copy(self.ranks.rank, "dp"), partial="mean", parts=self.layout.dp)
+
+    # ------------------------------------------------------------------ what forward passes gave
+
+    def watch_output(self, layer: nn.Module) -> None:
+        """Keep what the layer gives that gives the outputs of the model, one micro-batch after the other."""
+        layer.register_forward_hook(lambda module, arguments, output: self.outputs.append(output.detach().clone()))
+
+    def accumulate(self, batches: list[MicroBatch]) -> Tensor:
+        self.batches, self.outputs = batches, list[Tensor]()
+        return super().accumulate(batches)
+
+    def show_update(self, observe: Observe, loss: Tensor) -> None:
+        super().show_update(observe, loss)
+        for k, (output, batch) in enumerate(zip(self.outputs, self.batches, strict=False)):
+            if batch.rows:
+                self.show_output(observe, output, batch, k)
+
+    def show_output(self, observe: Observe, output: Tensor, batch: MicroBatch, k: int) -> None:
+        """Rows x positions x features, without rows and positions that were filled up."""
+        rows, length = batch.valid.shape
+        place = self.place(output)
+        features = place.box[2] if place.box else (0, output.shape[2])
+        box = ((0, rows), (0, length), features)
+        own = Place((rows, length, output.shape[2]), box=box, replica=place.replica)
+        part = here(output)[:rows, :length]
+        show(observe, "output", "output", part, update=self.window.update, microbatch=k, place=own)
 
     # ------------------------------------------------------------------ where things lie
 

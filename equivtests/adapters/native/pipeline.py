@@ -51,7 +51,7 @@ def pipeline_strategy(name: str, schedule: str, **changes: Any) -> Strategy:
         "families": frozenset({"chain", "mlp", "gpt"}),
         "features": frozenset({"bias", "dropout", "extra_head", "gated", "packed", "qk_norm", "shared_kv", "smoothing"})
         | {"tied", "z_loss"},
-        "observes": SHOWN | {"timeline"},
+        "observes": SHOWN | {"output", "timeline"},
         "restores": True,
         "microbatches": options.get("microbatches", "any"),
         "virtual": frozenset(options.get("virtual", {1})),
@@ -70,7 +70,7 @@ class Pipeline(SplitModel):
     scale_grads = False
 
     def claims(self) -> Claims:
-        strategies = tuple(pipeline_strategy(f"torch-{name}", name) for name in SCHEDULES)
+        strategies = tuple(pipeline_strategy(f"torch-{name}", name, algorithm="pipeline-filled") for name in SCHEDULES)
         return Claims(strategies, framework=f"torch {torch.__version__}")
 
     # ------------------------------------------------------------------ stages
@@ -107,6 +107,8 @@ class Pipeline(SplitModel):
         stage = Stage(module, self.layout.layers_of(module.depth)[number], number == 0, number == last)
         if number == 0:
             stage.register_forward_pre_hook(lambda _, arguments: self.fed.append(arguments[0].detach().cpu()))
+        if number == last:
+            self.watch_output(stage.get_submodule("head" if self.case.model.decoder else "given"))
         return stage
 
     def wrap_stage(self, stage: Stage) -> nn.Module:
@@ -125,7 +127,7 @@ class Pipeline(SplitModel):
 
     def accumulate(self, batches: list[MicroBatch]) -> Tensor:
         """One step of the schedule runs all micro-batches forward and backward."""
-        self.batches, self.timeline = batches, list[tuple[int, int, int, int]]()
+        self.batches, self.outputs, self.timeline = batches, list[Tensor](), list[tuple[int, int, int, int]]()
         fields = self.filled_up(batches)
         losses: list[Tensor] = []
         schedule = self.pipeline(len(batches), fields["inputs"])

@@ -49,6 +49,7 @@ class ShardedTensorParallel(TensorParallel):
         data = ("replicate", "shard") if self.layout.replicate > 1 else ("dp",)
         mesh = self.ranks.split_mesh(self.layout, *data, "tp")
         self.parallelize(module, mesh["tp"])
+        self.watch_last(module)
         over = mesh[data] if len(data) > 1 else mesh["dp"]
         for layer in units(module):
             fully_shard(layer, mesh=over)
@@ -69,7 +70,7 @@ class PipelineDDP(Pipeline):
     def claims(self) -> Claims:
         names = ("1f1b", "interleaved-1f1b")
         return claims(
-            *(pipeline_strategy(f"ddp-{name}", name) for name in names),
+            *(pipeline_strategy(f"ddp-{name}", name, algorithm="pipeline-filled") for name in names),
             pipeline_strategy("ddp-zero-bubble", "zero-bubble", known=(NOT_REDUCED,)),
         )
 

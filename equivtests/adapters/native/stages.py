@@ -25,6 +25,7 @@ class Stage(nn.Module):
         self.whole = (whole,)  # in a tuple, so that its other parameters are not this module's
         self.numbers, self.first, self.last = layers, first, last
         self.terms: tuple[str, ...] = ()
+        self.given = nn.Identity()  # what the last layer gives passes here
         for name, part in whole.named_children():
             if name == whole.stack:
                 self.add_module(name, own_layers(part, layers))
@@ -46,7 +47,7 @@ class Stage(nn.Module):
             x = whole.layer(i, x, inputs)
         if not self.last:
             return x
-        terms = whole.end(x, targets, valid, False)
+        terms = whole.end(self.given(x), targets, valid, False)
         self.terms = tuple(terms)
         return torch.stack(list(terms.values()))
 

@@ -33,7 +33,7 @@ def tensor_strategy(name: str, **changes: Any) -> Strategy:
         "axes": frozenset({"dp", "tp"}),
         "families": TENSOR_FAMILIES,
         "features": TENSOR_FEATURES,
-        "observes": SHOWN,
+        "observes": SHOWN | {"output"},
     }
     return Strategy(name, **(shared | changes))
 
@@ -79,7 +79,12 @@ class TensorParallel(SplitModel):
 
     def wrap(self, module: nn.Module) -> nn.Module:
         self.parallelize(module, self.ranks.split_mesh(self.layout, "dp", "tp")["tp"])
+        self.watch_last(module)
         return module
+
+    def watch_last(self, module: nn.Module) -> None:
+        last = {"linear": "linear", "gated_mlp": "down", "gpt": "head"}.get(self.case.model.family)
+        self.watch_output(module.get_submodule(last or f"layers.{self.case.model.depth - 1}"))
 
     def parallelize(self, module: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(module, GPT):
