@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # The long run: the nightly tier on many seeds, all mutants, all fixtures, the suite's own tests, the benchmarks, and outside
 # frameworks in environments of their own (FRAMEWORKS=no leaves these out).
-# Usage: scripts/nightly.sh      SEEDS=20 NPROC=4 PYTHON=… and PYTEST_ADDOPTS are read from the environment.
+# Usage: scripts/nightly.sh      SEEDS=20 NPROC=8 PYTHON=… and PYTEST_ADDOPTS are read from the environment.
 # Every stage runs, whatever the ones before it said. Exit status: 0 if all of them passed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${PYTHON:-python3}"
 seeds="${SEEDS:-20}"
-nproc="${NPROC:-4}"
+nproc="${NPROC:-8}"  # three axes of two ranks
 results=$(mktemp -d)
 trap 'rm -rf "$results"' EXIT
 status=0

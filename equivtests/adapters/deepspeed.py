@@ -54,10 +54,13 @@ class DeepSpeed(TorchAdapter):
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": self.case.accumulation,
             "gradient_clipping": self.case.optimizer.clip or 0.0,  # left out, it clips by 1
-            "zero_optimization": SIZES | STRATEGIES[self.strategy][0],
+            "zero_optimization": self.zero_options(),
             "zero_allow_untested_optimizer": True,  # SGD
             "zero_force_ds_cpu_optimizer": "cpu-adam" in self.strategy,
         }
+
+    def zero_options(self) -> dict[str, Any]:
+        return SIZES | STRATEGIES[self.strategy][0]
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         self.engine, optimizer, *_ = deepspeed.initialize(

@@ -60,14 +60,14 @@ class JAX(Adapter):
 
     def initial_state(self) -> State:
         """The state entering the first update, as numpy arrays."""
-        weights = {name: self.filled(w.astype(self.case.precision.weights)) for name, w in initial(self.case).items()}
+        weights = {n: self.filled(n, w.astype(self.case.precision.weights)) for n, w in initial(self.case).items()}
         optimizer = {name: optimizers.zeros(self.case.optimizer, weights[name]) for name in self.trained()}
         return {"weights": weights, "optimizer": optimizer, "step": np.zeros((), np.int32)}
 
     def trained(self) -> list[str]:
         return models.differentiated(self.case.model)
 
-    def filled(self, array: np.ndarray) -> np.ndarray:
+    def filled(self, name: str, array: np.ndarray) -> np.ndarray:
         """JAX cuts into equal parts: rows of zeros fill up what the ranks do not divide."""
         missing = -len(array) % self.ranks.world if self.strategy == "jax-fsdp" else 0
         return np.pad(array, [(0, missing)] + [(0, 0)] * (array.ndim - 1))
@@ -101,7 +101,7 @@ class JAX(Adapter):
         """Loss and gradients, micro-batch by micro-batch; each holds the rows of all ranks."""
 
         def objective(trained: Weights, micro: Batch) -> jax.Array:
-            whole = {name: w[: self.shapes[name][0]] for name, w in (weights | trained).items()}
+            whole = {name: w[tuple(map(slice, self.shapes[name]))] for name, w in (weights | trained).items()}
             return models.objective(self.case, whole, micro, totals)
 
         def add(total: Any, micro: Batch) -> tuple[Any, None]:

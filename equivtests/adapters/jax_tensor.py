@@ -22,10 +22,7 @@ WHOLE = ("positions", "norm", "norm1", "norm2", "q_norm", "k_norm")
 
 
 class JAXTensor(JAX):
-    """jax-tp: layers are cut as in Megatron, columns and then rows; data ranks hold copies.
-
-    JAX cuts into equal parts. What tensor ranks do not divide is left whole.
-    """
+    """jax-tp: layers are cut as in Megatron, columns and then rows; data ranks hold copies."""
 
     def claims(self) -> Claims:
         options: dict[str, Any] = {"worlds": frozenset(range(1, 17)), "axes": frozenset({"dp", "tp"}), "lengths": False}
@@ -33,14 +30,18 @@ class JAXTensor(JAX):
         mutants = ("equivtests.mutants.outside.jax_tensor",)
         return Claims((strategy,), framework=f"jax {jax.__version__}", group="own", preload=("jax",), mutants=mutants)
 
+    def filled(self, name: str, array: np.ndarray) -> np.ndarray:
+        """JAX cuts into equal parts: zeros fill up what the tensor ranks do not divide."""
+        missing = [(0, -n % self.case.layout.tp if d == self.cut(name) else 0) for d, n in enumerate(array.shape)]
+        return np.pad(array, missing)
+
     def sharding(self, path: tuple[Any, ...], array: np.ndarray) -> NamedSharding:
         """path: keys of the training state, "weights" or "optimizer" and then a parameter's name."""
         cut = self.cut(path[1].key) if array.ndim else None
-        fits = cut is not None and cut < array.ndim and array.shape[cut] % self.case.layout.tp == 0
-        return NamedSharding(self.mesh, P(*[None] * cut, "model") if fits and cut is not None else P())
+        return NamedSharding(self.mesh, P() if cut is None else P(*[None] * cut, "model"))
 
     def cut(self, name: str) -> int | None:
-        """The dimension of a parameter that is cut over the model axis. mlp: columns and rows by turns."""
+        """The dimension that is cut over the model axis; None: all is whole. mlp: columns and rows by turns."""
         *_, layer, kind = name.split(".")
         if layer in WHOLE:
             return None

@@ -257,4 +257,5 @@ def split_along(view: View, check: Check) -> Lines:
     """Which axes can be at fault, where nothing more is known."""
     splits = [axis for axis in axes_of(view) if axis in view.case.layout.splits]
     if splits and "disagree" not in check.detail and check.quantity not in ("collectives", "bytes"):
-        yield f"ranks agree on it; the model is split along {' and '.join(splits)}"
+        agreed = "ranks agree on it; " if check.observed else ""
+        yield f"{agreed}the model is split along {' and '.join(splits)}"

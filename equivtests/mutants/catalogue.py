@@ -15,6 +15,7 @@ from equivtests.mutants import (
     restore,
     statistics,
     stock,
+    stock_collectives,
     tensor,
     tied,
     unsplit,
@@ -24,5 +25,5 @@ from equivtests.mutants import (
 
 MODULES = (
     *(loss, data, ddp, norms, zero, restore, wire, drift, statistics),
-    *(unsplit, tensor, context, expert, recompute, pipeline, tied, stock),
+    *(unsplit, tensor, context, expert, recompute, pipeline, tied, stock, stock_collectives),
 )

@@ -6,10 +6,10 @@ its two column-parallel blocks is summed backward, what leaves its two row-paral
 all-reduces of T · H elements. Sources:
 
 tensor: Shoeybi et al. 2019, Megatron-LM, arXiv 1909.08053, section 3. sequence: Korthikanti et al. 2022, Reducing activation
-recomputation, section 4.2.2; here reduce-scatters are all-reduces of which each rank keeps its part. Context: Llama Team
-2024, The Llama 3 herd of models, section 3.3.2 (gather); Liu et al. 2023, Ring attention, section 3 (ring); Jacobs et al.
-2023, DeepSpeed Ulysses, section 3.2 (ulysses). Experts: Lepikhin et al. 2020, GShard, section 3.2. Pipelines: Narayanan et
-al. 2021, Efficient large-scale language model training on GPU clusters, section 3.3.1.
+recomputation, section 4.2.2; textbook reduce-scatters are all-reduces of which each rank keeps its part. Context: Llama
+Team 2024, The Llama 3 herd of models, section 3.3.2 (gather); Liu et al. 2023, Ring attention, section 3 (ring); Jacobs et
+al. 2023, DeepSpeed Ulysses, section 3.2 (ulysses). Experts: Lepikhin et al. 2020, GShard, section 3.2. Pipelines: Narayanan
+et al. 2021, Efficient large-scale language model training on GPU clusters, section 3.3.1.
 
 Parts of unequal sizes are padded to the largest to be gathered; micro-batches of unequal sizes are filled up where stages
 take one shape only (torch.distributed.pipelining). As in `reference.ledger`, scalars and integers (how large the parts of
@@ -65,13 +65,10 @@ def tensor(given: Share) -> Messages:
 def tensor_decoder(given: Share, rows: int, length: int) -> Messages:
     """One micro-batch through the stages of this rank; length: positions of this context rank."""
     if given.begins:
-        yield activations(given, "all_reduce", rows, length)  # of which vocabulary shard gave the vector
-        if given.scheme.sequence:
-            yield activations(given, "all_gather", rows, length)  # backward of the cut into positions
-    for _ in given.layers:
-        for _ in ("attention", "mlp"):
-            yield from enter(given, rows, length)
-            yield from leave(given, rows, length)
+        yield from leave(given, rows, length)  # the vectors of tokens, each of which one rank holds
+    for _ in range(2 * len(given.layers)):  # attention, feedforward
+        yield from enter(given, rows, length)
+        yield from leave(given, rows, length)
     if given.ends:
         for _ in range(1 + given.model.has("extra_head")):
             yield from enter(given, rows, length)
@@ -81,7 +78,7 @@ def tensor_decoder(given: Share, rows: int, length: int) -> Messages:
 
 
 def activations(given: Share, operation: str, rows: int, length: int) -> Message:
-    """What stands between the layers, whole; gathered from parts of the sequence, which may be padded."""
+    """What stands between the layers, whole; parts of the sequence may be padded."""
     whole = length if operation == "all_reduce" else padded(length, given.ranks("tp"))
     return Message(operation, "tp", rows * whole * given.model.width)
 
