@@ -229,7 +229,7 @@ def test_list_shows_axes_schedules_and_layouts_of_models_that_are_split(ran: Ran
         "axes: dp, pp; schedule: interleaved-1f1b"
     )
     for row in SPLIT_GRID:
-        assert f"{row.name:24} {row.tier:8} {row.why}" in lines and ", ".join(row.layouts) in lines
+        assert f"{row.name:24} {row.tier:8} {row.why}" in lines and ", ".join(row.layouts + row.more) in lines
 
 
 def test_doctor_tells_versions_and_what_this_machine_can_run(ran: Ran) -> None:

@@ -9,10 +9,11 @@ import pytest
 
 from equivtests.adapters.adapter import MANDATORY, Strategy
 from equivtests.cases.case import Case, Layout, Model, Optimizer, Precision
+from equivtests.cases.parameters import parameters
 from equivtests.chapters.ledger import judge_ledger_run
 from equivtests.chapters.run import Result, Run
 from equivtests.judge.check import Check, Verdict
-from equivtests.judge.ledger import is_payload, ledger_input
+from equivtests.judge.ledger import axis_of, is_payload, ledger_input
 from equivtests.record.observation import Collective, Observation, Place, Record
 
 WINDOWS = (
@@ -225,3 +226,100 @@ def test_the_explanation_can_be_read_by_a_stranger() -> None:
         "  first seen on rank 0",
         "  1 more checks of this update did not pass; what follows from the first is not listed",
     ]
+
+
+# ---------------------------------------------------------------------------------------- models that are split
+
+DECODER = Model("gpt", width=8, depth=1, vocabulary=16, features=("bias",))
+SPLIT = Case(
+    "by-hand-split", DECODER, ((((8, 3), (2,)), ((5,), (6, 1))),), Layout(2, tp=2), accumulation=2
+)  # two rows and one on data rank 0, one and two on the other
+TENSOR = Strategy("tensor", axes=frozenset({"dp", "tp"}), algorithm="tp", observes=MANDATORY | {"bytes"})
+TP, DP = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}, {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
+HELD = 16 * 8 // 2 + 8 * 8 + 4 * 8 + 4 * 64 // 2 + 8 // 2 * 2 + 8 + 2 * 128 // 2 + 16 // 2 + 8 + 2 * 8 + 16 * 8 // 2
+
+
+def tensor_issues(rank: int, times: int = 1, group: dict[int, tuple[int, ...]] = TP) -> list[Collective]:
+    """Of two micro-batches: the embedding, two blocks forward and backward, the head backward; three pieces of a loss."""
+    activations = [Collective("all_reduce", group[rank], rows * 8 * 8, "float32", 0) for rows in (1, 2)]
+    losses = [Collective("all_reduce", group[rank], rows * 8, "float32", 0) for rows in (1, 2)]
+    gradient = Collective("all_reduce", DP[rank], HELD, "float32", 0)
+    return [*activations * 6 * times, *losses * 3, gradient]
+
+
+def judged_split(issued: dict[int, list[Collective]], held: int = HELD) -> Result:
+    kept = {"weights": held * 4, "gradients": held * 4, "state": 0}
+    shown = [
+        Observation("bytes", name, rank, 0, None, Place(()), "int64", np.array(size))
+        for rank in range(4)
+        for name, size in kept.items()
+    ]
+    run = Run("ledger", "by.hand:Adapter", TENSOR, SPLIT)
+    return judge_ledger_run(run, Record(4, "cpu", shown, issued))
+
+
+def test_tensor_parallelism_passes_axis_by_axis() -> None:
+    result = judged_split({rank: tensor_issues(rank) for rank in range(4)})
+    assert result.verdict is Verdict.PASS, result.explanation
+    names = [c.name for c in result.judgement.checks]
+    assert names == ["all_reduce over tp", "all_reduce over dp", "weights", "gradients", "state"]
+
+
+def test_a_group_of_the_right_size_and_the_wrong_ranks_is_named() -> None:
+    check = failure(judged_split({rank: tensor_issues(rank, group=DP) for rank in range(4)}))
+    assert (check.name, check.rank, check.observed) == ("all_reduce over tp", 0, "nothing")
+    diagonal = {0: (0, 3), 1: (1, 2), 2: (1, 2), 3: (0, 3)}
+    check = failure(judged_split({rank: tensor_issues(rank, group=diagonal) for rank in range(4)}))
+    assert check.detail.endswith(
+        "it is to go over tp (ranks 0, 1); the rank issued 1224 elements of float32 over ranks 0, 3"
+    )
+
+
+def test_one_rank_in_the_wrong_group_is_found_among_those_in_the_right_one() -> None:
+    issued = {rank: tensor_issues(rank) for rank in range(3)} | {3: tensor_issues(3, group={3: (1, 3)})}
+    assert failure(judged_split(issued)).rank == 3
+
+
+def test_the_number_of_operations_is_judged_where_the_algorithm_says_it() -> None:
+    halves = [dataclasses.replace(c, elements=c.elements // 2) for c in tensor_issues(0)[:12] for _ in range(2)]
+    check = failure(
+        judged_split({rank: tensor_issues(rank) for rank in (1, 2, 3)} | {0: halves + tensor_issues(0)[12:]})
+    )
+    assert check.expected == "1224 elements of float32 in 18 operations"
+    assert check.observed == "1224 elements of float32 in 30 operations"
+
+
+def test_buckets_of_gradients_are_not_counted() -> None:
+    issued = {rank: tensor_issues(rank)[:-1] for rank in range(4)}
+    for rank, found in issued.items():
+        found += [Collective("all_reduce", DP[rank], n, "float32", 0) for n in (HELD - 100, 100)]
+    assert judged_split(issued).verdict is Verdict.PASS
+
+
+def test_a_rank_that_keeps_the_whole_model_fails() -> None:
+    whole = sum(p.size for p in parameters(DECODER))
+    check = failure(judged_split({rank: tensor_issues(rank) for rank in range(4)}, held=whole))
+    assert (check.quantity, check.name) == ("bytes", "weights")
+    assert check.detail.startswith("claimed: weights cut as dp2-tp2 says, but the rank keeps all of it")
+
+
+PIPE = Layout(1, pp=4)
+
+
+@pytest.mark.parametrize(
+    ("operation", "group", "name"),
+    [
+        ("send", (1, 2), "pp"),
+        ("all_reduce", (0, 1, 2, 3), "pp"),
+        ("all_reduce", (0, 3), "pp ends"),
+        ("all_reduce", (0, 2), "ranks 0, 2"),
+    ],
+)
+def test_groups_are_named_by_the_axis_that_they_lie_on(operation: str, group: tuple[int, ...], name: str) -> None:
+    assert axis_of(PIPE, group[0], operation, group) == name
+
+
+def test_a_product_of_algorithms_is_declared_by_its_parts() -> None:
+    assert Strategy("both", algorithm="cp-ring+tp+pipeline").algorithm == "cp-ring+tp+pipeline"
+    with pytest.raises(ValueError, match="unknown 'all-reduce'"):
+        Strategy("both", algorithm="tp+all-reduce")

@@ -267,7 +267,9 @@ def test_parts_of_a_sum_that_are_shown_as_such_are_added_up() -> None:
     case = case_of(LAYOUTS["tp"])
     found = share_gradient(case, record(case), 0.25)
     shown = [
-        dataclasses.replace(o, place=Place(o.place.shape, partial="sum", parts=2, replica=case.layout.copy(o.rank, "tp")))
+        dataclasses.replace(
+            o, place=Place(o.place.shape, partial="sum", parts=2, replica=case.layout.copy(o.rank, "tp"))
+        )
         if (o.kind, o.name) == ("gradient", "norm.weight")
         else o
         for o in found.observations

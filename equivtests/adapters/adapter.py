@@ -49,10 +49,10 @@ class Strategy:
     """What an adapter promises of one strategy. Closed by default: only what is listed is run.
 
     axes: the parallel axes of the layouts that it is for, of dp, cp, tp, pp and ep. It is run on layouts in which just the
-    others than dp have more than one rank, and dp too where it is named. virtual: stages that a pipeline rank may have.
-    schedule: row of `reference.schedules.SCHEDULES` that a pipeline follows. microbatches: how many it takes: any number, at least
-    as many as pipeline ranks, at least twice as many, or multiples of the pipeline ranks. equal_rows: all micro-batches of a window
-    have equal numbers of rows, on every rank. uneven: sizes that are cut may be such that the ranks do not divide them.
+    others than dp have more than one rank, and dp too where it is named. data_ranks: the fewest ranks of dp.
+    virtual: stages that a pipeline rank may have. schedule: row of `reference.schedules.SCHEDULES` that a pipeline follows.
+    microbatches: how many it takes: any number, at least as many as pipeline ranks, at least twice as many, or multiples of
+    the pipeline ranks. equal_rows: all micro-batches of a window have equal numbers of rows, on every rank. uneven: sizes that are cut may be such that the ranks do not divide them.
     turned: the axes of a layout may be nested in another order than the usual one.
     lengths: micro-batches may have sequence lengths of their own.
     precisions: labels such as "float32", "float64", "float32/bfloat16/float32" (`Precision.label`).
@@ -71,6 +71,7 @@ class Strategy:
     name: str
     worlds: frozenset[int] = frozenset({1, 2, 3, 4})
     axes: frozenset[str] = frozenset({"dp"})
+    data_ranks: int = 1
     virtual: frozenset[int] = frozenset({1})
     schedule: str | None = None
     microbatches: Literal["any", "stages", "twice", "multiple"] = "any"
@@ -120,7 +121,7 @@ class Strategy:
 
     def meant_for(self, layout: Layout) -> bool:
         """Whether cases of a layout are in this strategy's grid at all; what it then refuses is listed as not claimed."""
-        return layout.splits == self.axes - {"dp"}
+        return layout.splits == self.axes - {"dp"} and layout.dp >= self.data_ranks
 
     def refusal(self, case: Case) -> str | None:
         """Why this strategy does not claim the case, or None if it does."""

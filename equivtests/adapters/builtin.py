@@ -23,6 +23,7 @@ NATIVE = (
     "equivtests.adapters.native.fsdp1:FSDP1",
     "equivtests.adapters.native.fsdp2:FSDP2",
     "equivtests.adapters.native.tensor:TensorParallel",
+    "equivtests.adapters.native.context:TorchContextParallel",
     "equivtests.adapters.native.pipeline:Pipeline",
     "equivtests.adapters.native.products:ShardedTensorParallel",
     "equivtests.adapters.native.products:PipelineDDP",

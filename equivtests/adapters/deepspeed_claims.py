@@ -8,6 +8,7 @@ from deepspeed.git_version_info import installed_ops
 
 from equivtests.adapters.adapter import PLAIN_FEATURES, KnownDivergence, Strategy
 from equivtests.adapters.native.fsdp1 import ALL
+from equivtests.adapters.native.pipeline import pipeline_strategy
 from equivtests.adapters.torch_adapter import SHOWN
 from equivtests.cases.case import Semantics
 
@@ -47,6 +48,13 @@ GATHERED_TWICE = KnownDivergence(
     reason="with a reuse distance of 0 a shared parameter is gathered for each module that uses it",
     link=CONFIGURATION,
     documented=True,
+)
+
+FIRST_STAGE = KnownDivergence(
+    case="*-clip-*",
+    quantity="weight update",
+    reason="without ZeRO and mixed precision, a pipeline clips by the norm of its first stage's gradients",
+    link=f"{PROJECT}/blob/v0.19.8/deepspeed/runtime/utils.py",
 )
 
 FEATURES = PLAIN_FEATURES | {"dropout", "extra_head", "unused", "z_loss"}
@@ -101,3 +109,20 @@ def strategies() -> tuple[Strategy, ...]:
     """DeepSpeedCPUAdam only where it was built with DeepSpeed (DS_BUILD_CPU_ADAM=1): ranks do not wait for a compiler."""
     listed = [name for name in STRATEGIES if "cpu-adam" not in name or installed_ops.get("cpu_adam")]
     return tuple(Strategy(name, **(SHARED | STRATEGIES[name][1])) for name in listed)
+
+
+def pipeline_strategies() -> tuple[Strategy, ...]:
+    """Those of pipelines, which its documentation allows with ZeRO up to stage 1."""
+    shared: dict[str, Any] = {
+        "precisions": frozenset({"float32"}),
+        "clips": frozenset({"2"}),
+        "restores": False,
+        "microbatches": "any",
+    }
+    watched = SHOWN - {"bytes"} | {"timeline"}
+    plain: dict[str, Any] = {"known": (FIRST_STAGE,), "observes": watched - {"norm", "clip"}, "arithmetic": "own"}
+    zero1: dict[str, Any] = {"observes": watched - {"state"}, "shards": frozenset({"state"})}
+    return (
+        pipeline_strategy("deepspeed-pipeline", "1f1b", **shared | plain),
+        pipeline_strategy("deepspeed-pipeline-zero1", "1f1b", **shared | zero1),
+    )

@@ -18,44 +18,26 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
-from equivtests.adapters.adapter import Claims, KnownDivergence
+from equivtests.adapters.adapter import Claims
 from equivtests.adapters.deepspeed import SIZES, DeepSpeed
-from equivtests.adapters.deepspeed_claims import PROJECT
+from equivtests.adapters.deepspeed_claims import pipeline_strategies
 from equivtests.adapters.deepspeed_pipeline_models import parts_of
-from equivtests.adapters.native.pipeline import fill_up, pipeline_strategy
-from equivtests.adapters.torch_adapter import SHOWN, Shown
+from equivtests.adapters.native.pipeline import fill_up
+from equivtests.adapters.torch_adapter import Shown
 from equivtests.cases.windows import MicroBatch
 from equivtests.models.staged import Staged
 from equivtests.record.observation import Observe, Place
 from equivtests.reference.timeline import KIND_CODES
 
-WATCHED = SHOWN - {"bytes"} | {"timeline"}
 AXES = {"pp": "pipe", "dp": "data"}
-FIRST_STAGE = KnownDivergence(
-    case="*-clip-*",
-    quantity="weight update",
-    reason="without mixed precision and ZeRO, gradients are clipped by the norm of those of the first stage",
-    link=f"{PROJECT}/blob/v0.19.8/deepspeed/runtime/utils.py",
-)
 
 
 class DeepSpeedPipeline(DeepSpeed):
     """One call of train_batch runs a window: 1F1B, tied gradients, data ranks, clipping, step, schedule."""
 
     def claims(self) -> Claims:
-        changes: dict[str, Any] = {
-            "precisions": frozenset({"float32"}),
-            "clips": frozenset({"2"}),
-            "restores": False,
-            "microbatches": "any",
-        }
-        plain: dict[str, Any] = {"known": (FIRST_STAGE,), "observes": WATCHED - {"norm", "clip"}, "arithmetic": "own"}
-        zero1: dict[str, Any] = {"observes": WATCHED - {"state"}, "shards": frozenset({"state"})}
         return Claims(
-            (
-                pipeline_strategy("deepspeed-pipeline", "1f1b", **changes | plain),
-                pipeline_strategy("deepspeed-pipeline-zero1", "1f1b", **changes | zero1),
-            ),
+            pipeline_strategies(),
             framework=f"deepspeed {deepspeed.__version__}",
             preload=("deepspeed.runtime.zero.muon.muon_optimizer",),
             mutants=("equivtests.mutants.outside.deepspeed_pipeline",),
@@ -77,10 +59,6 @@ class DeepSpeedPipeline(DeepSpeed):
 
     def zero_options(self) -> dict[str, Any]:
         return SIZES | {"stage": int(self.strategy.endswith("zero1"))}
-
-    @property
-    def means(self) -> bool:
-        return False
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer()
@@ -105,7 +83,7 @@ class DeepSpeedPipeline(DeepSpeed):
         return (inputs, ids), (targets, valid, torch.tensor(k))
 
     def loss_of(self, x: Tensor, labels: tuple[Tensor, ...]) -> Tensor:
-        """The engine divides by the number of micro-batches."""
+        """The engine takes the mean over micro-batches."""
         targets, valid, k = labels
         terms = self.whole.end(x, targets, valid, False)
         return self.objective(terms, int(k), self.batches[int(k)]) * len(self.batches)
@@ -129,7 +107,7 @@ class DeepSpeedPipeline(DeepSpeed):
     def note(self, kind: str, engine: PipelineEngine) -> None:
         """Passes of one kind run in the order of micro-batches."""
         code = KIND_CODES[kind]
-        k = sum(row[0] == code for row in self.timeline)
+        k = sum(noted == code for noted, *_ in self.timeline)
         self.timeline.append((code, engine.stage_id, k, self.steps))
 
     def optimizer_step(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from deepspeed.pipe import TiedLayerSpec
@@ -59,10 +60,7 @@ def parts_of(whole: Staged, stages: tuple[range, ...], tokens: bool, tied: bool)
     first = {name: part for name, part in children.items() if name in BEGINNING and name not in lent}
     last = {name: part for name, part in children.items() if name not in BEGINNING and name not in lent}
     stack = whole.get_submodule(whole.stack)
-    middle = [
-        Layers({whole.stack: own_layers(stack, layers)}, lambda given, layers=layers: run(layers, given))
-        for layers in stages
-    ]
+    middle = [Layers({whole.stack: own_layers(stack, layers)}, partial(run, layers)) for layers in stages]
     ends = [Part(first, begin), *middle, Part(last, lambda given: given[0] if tokens else given)]
     if not tied:
         return ends

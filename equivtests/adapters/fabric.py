@@ -56,11 +56,11 @@ class Fabric(TorchAdapter):
 
     def options(self, case: Case) -> dict[str, Any]:
         if "fsdp2" in self.strategy:
-            return {"strategy": ModelParallelStrategy(self.parallelize, case.layout.dp, 1)}
+            return {"strategy": ModelParallelStrategy(self.parallelize_model, case.layout.dp, 1)}
         ddp = DDPStrategy(find_unused_parameters=self.strategy == "fabric-ddp-find-unused")
         return {"strategy": ddp, "precision": DDP_PRECISIONS[case.precision.label]}
 
-    def parallelize(self, module: nn.Module, mesh: Any) -> nn.Module:
+    def parallelize_model(self, module: nn.Module, mesh: Any) -> nn.Module:
         """Shard over the data-parallel axis; ModelParallelStrategy leaves the precision to be set here."""
         precision = self.case.precision
         policy = MixedPrecisionPolicy(getattr(torch, precision.compute), getattr(torch, precision.reduce))

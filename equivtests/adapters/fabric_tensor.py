@@ -5,12 +5,14 @@ Written like its guides: https://lightning.ai/docs/fabric/stable/advanced/model_
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import lightning_fabric
 from lightning_fabric.strategies import ModelParallelStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from equivtests.adapters.adapter import Claims
 from equivtests.adapters.fabric import Fabric
@@ -21,6 +23,8 @@ from equivtests.adapters.torch_adapter import TorchAdapter
 from equivtests.cases.case import Case
 from equivtests.cases.windows import MicroBatch, Window
 from equivtests.record.observation import Place
+
+AXES = {"data_parallel": "dp", "tensor_parallel": "tp"}
 
 
 class FabricTensor(Fabric, TensorParallel):
@@ -52,7 +56,8 @@ class FabricTensor(Fabric, TensorParallel):
 
     def parallelize_model(self, module: nn.Module, mesh: Any) -> nn.Module:
         """What the guides call parallelize_fn: tensor ranks first, then data ranks."""
-        TensorParallel.parallelize(self, module, mesh["tensor_parallel"])
+        self.parallelize(module, mesh["tensor_parallel"])
+        self.watch_last(module)
         if self.sequence:
             for part in (*units(module), module):
                 fully_shard(part, mesh=mesh["data_parallel"])
@@ -66,6 +71,10 @@ class FabricTensor(Fabric, TensorParallel):
         """fully_shard has averaged; parts of sums that are left are added up, as the optimizer would."""
         self.complete_gradients()
 
-    def place(self, tensor: Any) -> Place:
-        """Every parameter is a DTensor, on a mesh of all ranks."""
-        return dtensor_place(tensor) if hasattr(tensor, "placements") else super().place(tensor)
+    def place(self, tensor: Tensor) -> Place:
+        """As of any DTensor; but the axes of the mesh have Fabric's names."""
+        if not isinstance(tensor, DTensor):
+            return super().place(tensor)
+        axes = [AXES[name] for name in tensor.device_mesh.mesh_dim_names or ()]
+        cut = [a for a, p in zip(axes, tensor.placements, strict=True) if not isinstance(p, Replicate)]
+        return replace(dtensor_place(tensor), replica=self.layout.copy(self.ranks.rank, *cut))

@@ -6,7 +6,7 @@ Written like https://docs.nvidia.com/megatron-core/developer-guide/latest/api-gu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import megatron.core
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from equivtests.adapters.adapter import Claims, KnownDivergence
 from equivtests.adapters.context import Ranks
+from equivtests.adapters.megatron_models import Column, CutVocabulary, Row, copied
 from equivtests.adapters.native.plan import use_own_heads
 from equivtests.adapters.native.tensor import tensor_strategy
-from equivtests.adapters.torch_adapter import Shown, TorchAdapter
+from equivtests.adapters.torch_adapter import SHOWN, Shown, TorchAdapter
 from equivtests.cases.case import Case
 from equivtests.models.gpt import GPT, Attention
-from equivtests.models.vocabulary import WholeVocabulary
 from equivtests.record.observation import Place
 
 ROWS = ("o", "down", "linear")
@@ -35,42 +35,12 @@ LOCAL_SMOOTHING = KnownDivergence(
 )
 
 
-class Column(tensor_parallel.ColumnParallelLinear):
-    """Of (output, bias) the output. borrowed: gives the weight, where the layer has none of its own."""
-
-    borrowed: Callable[[], Tensor] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x, weight=self.borrowed() if self.borrowed else None)[0]
-
-
-class Row(tensor_parallel.RowParallelLinear):
-    """Of (output, bias) the output."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)[0]
-
-
-class CutVocabulary(WholeVocabulary):
-    """Losses from the logits of this rank's part of the vocabulary; Megatron's function writes over its input."""
-
-    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        ranks = parallel_state.get_tensor_model_parallel_world_size()
-        others = 1 - 1 / (ranks * logits.shape[-1])  # Megatron spreads the smoothing over all tokens but the target
-        return tensor_parallel.vocab_parallel_cross_entropy(logits.clone(), targets, self.smoothing * others)
-
-    def log_partition(self, logits: Tensor) -> Tensor:
-        """The loss of token 0 plus its logit, which the first rank has: gathering logits needs CUDA."""
-        first = logits[..., 0] * (parallel_state.get_tensor_model_parallel_rank() == 0)
-        loss = tensor_parallel.vocab_parallel_cross_entropy(logits.clone(), torch.zeros_like(first, dtype=torch.int64))
-        return loss + tensor_parallel.reduce_from_tensor_model_parallel_region(first)
-
-
 class Megatron(TorchAdapter):
     """Megatron cuts canonical weights, and notes how. Data ranks are averaged by hand, over its groups."""
 
     def claims(self) -> Claims:
         options: dict[str, Any] = {"precisions": frozenset({"float32"}), "uneven": False, "known": (LOCAL_SMOOTHING,)}
+        options |= {"observes": SHOWN}
         return Claims(
             (tensor_strategy("megatron-tp", **options),),
             framework=f"megatron-core {megatron.core.__version__}",
@@ -126,10 +96,12 @@ class Megatron(TorchAdapter):
         cut = tensor_parallel.VocabParallelEmbedding(*sizes, init_method=copied(weight), config=self.config)
         module.set_submodule("embedding", cut)
         if self.case.model.has("tied"):
-            module.head.borrowed = lambda: cut.weight
+            head: Any = module.head
+            head.borrowed = lambda: cut.weight
         module.vocabulary = CutVocabulary(module.vocabulary.smoothing)
 
     def shown(self) -> Iterator[Shown]:
+        parameter: Any
         for name, parameter in self.module.named_parameters():
             cut = ["tp"] if getattr(parameter, "tensor_model_parallel", False) else []
             shape, box = list(parameter.shape), [(0, n) for n in parameter.shape]
@@ -160,13 +132,9 @@ class Megatron(TorchAdapter):
 
     def gradient_norm(self, order: float) -> Tensor:
         """Of what every tensor rank holds, the first one's counts."""
-        own = [p.grad for _, p in self.trainable() if tensor_parallel.param_is_not_tensor_parallel_duplicate(p)]
+        first = tensor_parallel.param_is_not_tensor_parallel_duplicate
+        own = [p.grad for _, p in self.trainable() if p.grad is not None and first(p)]
         norm = torch.nn.utils.get_total_norm(own, order)
         power, operation = (norm, dist.ReduceOp.MAX) if order == math.inf else (norm**order, dist.ReduceOp.SUM)
         dist.all_reduce(power, operation, group=parallel_state.get_model_parallel_group())
         return power if order == math.inf else power ** (1 / order)
-
-
-def copied(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """An init_method: the weight of one device, of which Megatron takes the part that is here."""
-    return lambda whole: whole.copy_(weight.detach())

@@ -226,6 +226,7 @@ LEDGER_CASES: dict[str, Tier] = {
     "gpt-lengths-pp4": "nightly",
     "gpt-tied-pp4": "default",  # a parameter of both ends
     "gpt-virtual-pp2v2": "default",  # two stages per rank
+    "gpt-virtual-dp2-pp2v2": "nightly",
     "gpt-tp2-pp2": "default",
     "gpt-cp2-tp2": "default",
     "gpt-cp2-pp2": "default",

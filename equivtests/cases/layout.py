@@ -61,7 +61,7 @@ class Layout:
         return self.axes - {"dp"}
 
     def degree(self, axis: str) -> int:
-        """Ranks of one group along an axis: dp, cp, tp, pp, ep, edp (data ranks that hold the same experts), shard, replicate."""
+        """Ranks of one group along an axis: dp, cp, tp, pp, ep, edp (data ranks with the same experts), shard, replicate."""
         return self.dp * self.cp // self.ep if axis == "edp" else int(getattr(self, axis))
 
     # ------------------------------------------------------------------ ranks and coordinates
@@ -92,7 +92,7 @@ class Layout:
         return tuple(sorted({self.group(rank, *axes) for rank in range(self.world)}))
 
     def copy(self, rank: int, *cut: str) -> int:
-        """Number of the copy that a rank holds part of, where a tensor is cut over these axes: the first rank of the copy."""
+        """Number of the copy that a rank holds part of, of what is cut over these axes: the first rank of the copy."""
         return self.group(rank, *cut)[0] if cut else rank
 
     def name_of(self, rank: int, group: Group) -> str:

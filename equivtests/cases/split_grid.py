@@ -13,13 +13,14 @@ from equivtests.cases.layout import Layout, layout_of
 
 @dataclass(frozen=True)
 class SplitRow:
-    """One situation. `make(layout, seed)` builds the case; layouts: the labels that it is run at."""
+    """One situation. `make(layout, seed)` builds the case; layouts: the labels that it is run at; more: also, at night."""
 
     name: str
     tier: Tier
     why: str
     make: Callable[[Layout, int], Case]
     layouts: tuple[str, ...]
+    more: tuple[str, ...] = ()
 
 
 def split(
@@ -35,7 +36,11 @@ def split(
     lengths: tuple[int, ...] = (),
     stages: tuple[int, ...] = (),
 ) -> SplitRow:
-    """A row. layouts: labels, by spaces; windows: of as many data ranks as the largest of them has; fewer feed more each."""
+    """A row. layouts: labels, by spaces, those behind "|" for the nightly tier alone.
+
+    windows: of as many data ranks as the largest of the layouts has; fewer feed more each.
+    """
+    usual, _, more = layouts.partition("|")
 
     def make(layout: Layout, seed: int) -> Case:
         folded = fold(windows, layout.dp)
@@ -45,7 +50,7 @@ def split(
             longest(folded), 1.0, seed, semantics, lengths=lengths,
         )  # fmt: skip
 
-    return SplitRow(name, tier, why, make, tuple(layouts.split()))
+    return SplitRow(name, tier, why, make, tuple(usual.split()), tuple(more.split()))
 
 
 # Valid tokens by [update][rank][micro-batch][row]; rows of at most 8 tokens. What each breaks:
@@ -157,48 +162,54 @@ TP = "tp4 dp2-tp2"
 CP = "cp4 dp2-cp2"
 EP = "dp4-ep4 dp4-ep2"
 PP = "pp4 dp2-pp2"
-V2 = "pp2v2 dp2-pp2v2"
 TP_PP = "tp2-pp2 dp2-tp2-pp2"
 CLIPPED_TINY = Optimizer("momentum", lr=0.25, momentum=0.5, clip=0.125)
 FLAT = Optimizer("adam", lr=2.0**-6, eps=2.0**-12)
 
 SPLIT_GRID: tuple[SplitRow, ...] = (
-    split("linear", "quick", "one linear layer", "tp4 tp2 dp2-tp2", LINEAR, TWO),
+    split("linear", "quick", "one linear layer", "tp4 dp2-tp2 | tp2", LINEAR, TWO),
     split("gpt", "quick", "a transformer, no-decay groups, a schedule", f"{TP} {CP} {PP} tp2-pp2 cp2-tp2 cp2-pp2",
           WIDE_DEEP, TWO, ADAMW),
     split("moe", "quick", "a mixture of experts with its balance loss", f"{EP} dp2-cp2-ep2", EXPERTS, FOUR, ADAMW),
-    split("linear-odd", "default", "sizes that the ranks do not divide", "tp2 dp2-tp2", ODD_LINEAR, UNEVEN),
-    split("exact-mlp", "default", "tolerance zero", "tp2 dp2-tp2 pp2 dp2-pp2", DYADIC, POWERS, Optimizer(lr=0.25)),
-    split("mlp", "default", "depth, momentum and decay", "tp4 dp2-tp2 pp2 dp2-pp2", MLP, TWO, MOMENTUM),
-    split("mlp-odd-clip", "default", "sizes that do not divide, clipping", "tp2 dp2-tp2", ODD_MLP, UNEVEN, CLIPPED),
-    split("gated", "default", "a gated MLP, float64", TP, GATED, TWO, MOMENTUM, DOUBLE),
-    split("linear-transposed", "default", "a weight that is not contiguous", "tp2 dp2-tp2", TRANSPOSED, UNEVEN, MOMENTUM),
-    split("gpt-odd", "default", "three heads and a vocabulary of 13", "tp2 dp2-tp2", ODD_GPT, UNEVEN, ADAM),
-    split("gpt-grouped", "default", "grouped heads with norms, gated, tied, clipped", f"{TP} {CP} {TP_PP} cp2-tp2", GROUPED, TWO,
+    split("linear-odd", "default", "sizes that the ranks do not divide", "dp2-tp2 | tp2", ODD_LINEAR, UNEVEN),
+    split("exact-mlp", "default", "tolerance zero", "dp2-tp2 dp2-pp2 | tp2 pp2", DYADIC, POWERS, Optimizer(lr=0.25)),
+    split("mlp", "default", "depth, momentum and decay", "dp2-tp2 pp2 | tp4 dp2-pp2", MLP, TWO, MOMENTUM),
+    split("mlp-odd-clip", "default", "sizes that do not divide, clipping", "dp2-tp2 | tp2", ODD_MLP, UNEVEN, CLIPPED),
+    split("gated", "default", "a gated MLP, float64", "tp4 | dp2-tp2", GATED, TWO, MOMENTUM, DOUBLE),
+    split("linear-transposed", "default", "a weight that is not contiguous", "tp2 | dp2-tp2", TRANSPOSED, UNEVEN, MOMENTUM),
+    split("gpt-odd", "default", "three heads and a vocabulary of 13", "dp2-tp2 | tp2", ODD_GPT, UNEVEN, ADAM),
+    split("gpt-grouped", "default", "grouped heads with norms, gated, tied, clipped",
+          "dp2-tp2 dp2-cp2 tp2-pp2 dp2-tp2-pp2 cp2-tp2 | tp4 cp4", GROUPED, TWO,
           CLIPPED_TINY),
-    split("gpt-shared", "default", "one key/value head for all ranks", f"{TP} cp2-tp2", SHARED, UNEVEN, ADAM),
-    split("gpt-auxiliary", "default", "smoothing, a second head, a z-loss", f"{TP} {CP}", AUXILIARY, TWO),
-    split("gpt-dropout", "default", "dropout, the same on any layout", f"{TP} {CP} {PP} cp2-tp2 cp2-pp2", DROPPED, TWO,
+    split("gpt-shared", "default", "one key/value head for all ranks", "tp4 cp2-tp2 | dp2-tp2", SHARED, UNEVEN, ADAM),
+    split("gpt-auxiliary", "default", "smoothing, a second head, a z-loss", "tp4 cp4 | dp2-tp2 dp2-cp2", AUXILIARY, TWO),
+    split("gpt-dropout", "default", "dropout, the same on any layout",
+          "dp2-tp2 dp2-cp2 dp2-pp2 cp2-tp2 cp2-pp2 | tp4 cp4 pp4", DROPPED, TWO,
           ADAMW),
-    split("gpt-packed", "default", "several documents in a row", f"{TP} {CP} cp2-tp2", PACKED, TWO),
-    split("gpt-ones", "default", "ranks whose part of a sequence has no valid token", f"{CP} cp2-tp2", GPT, ONES),
-    split("gpt-lengths", "default", "sequences whose length changes inside a window", f"{TP} {CP} {PP} cp2-pp2", TALL, SHORT,
+    split("gpt-packed", "default", "several documents in a row", "dp2-tp2 cp4 cp2-tp2 | tp4 dp2-cp2", PACKED, TWO),
+    split("gpt-ones", "default", "ranks whose part of a sequence has no valid token", "cp4 | dp2-cp2 cp2-tp2", GPT, ONES),
+    split("gpt-lengths", "default", "sequences whose length changes inside a window",
+          "tp4 dp2-cp2 dp2-pp2 cp2-pp2 | dp2-tp2 cp4 pp4", TALL, SHORT,
           lengths=(4, 8)),
-    split("gpt-odd-lengths", "default", "sequences that ranks do not divide; a rank without a position", f"{CP} cp2-tp2",
-          PACKED, ODD, lengths=(3, 7)),
-    split("moe-capacity", "default", "experts that drop tokens", f"{EP} dp2-cp2-ep4", LIMITED, FOUR),
-    split("moe-idle", "default", "experts, and a rank, that no token goes to, and a rank without rows", EP, IDLE, RAGGED, MOMENTUM),
-    split("moe-clip", "default", "two mixtures with all features, clipping", f"{EP} dp2-ep2 cp2-ep2", RICH, FOUR, CLIPPED_TINY),
-    split("chain", "default", "the smallest model with depth", "pp4 pp2", CHAIN, STAGED),
-    split("gpt-tied", "default", "the embedding is also the head, on another stage", f"{PP} tp2-pp2", TIED, STAGED, ADAM),
-    split("gpt-clip", "default", "clipping by the norm of all stages", "pp4 dp2-pp2 tp2-pp2", DEEP, STAGED, CLIPPED),
+    split("gpt-odd-lengths", "default", "sequences that ranks do not divide; a rank without a position",
+          "cp4 cp2-tp2 | dp2-cp2", PACKED, ODD, lengths=(3, 7)),
+    split("moe-capacity", "default", "experts that drop tokens", "dp4-ep4 dp2-cp2-ep4 | dp4-ep2", LIMITED, FOUR),
+    split("moe-idle", "default", "experts, and a rank, that no token goes to, and a rank without rows",
+          "dp4-ep2 | dp4-ep4", IDLE, RAGGED, MOMENTUM),
+    split("moe-clip", "default", "two mixtures with all features, clipping", f"{EP} dp2-ep2 cp2-ep2", RICH, FOUR,
+          CLIPPED_TINY),
+    split("chain", "default", "the smallest model with depth", "pp4 | pp2", CHAIN, STAGED),
+    split("gpt-tied", "default", "the embedding is also the head, on another stage", "pp4 tp2-pp2 | dp2-pp2", TIED,
+          STAGED, ADAM),
+    split("gpt-clip", "default", "clipping by the norm of all stages", "dp2-pp2 tp2-pp2 | pp4", DEEP, STAGED, CLIPPED),
     split("gpt-uneven-stages", "default", "stages of unequal numbers of layers", "pp4", DEEP, STAGED, stages=(0, 2, 1, 1)),
-    split("mlp-virtual", "default", "two stages per pipeline rank", V2, DEEP_MLP, STAGED),
-    split("gpt-virtual", "default", "two stages per pipeline rank, tied", f"{V2} tp2-pp2v2", TIED, STAGED, ADAM),
+    split("mlp-virtual", "default", "two stages per pipeline rank", "dp2-pp2v2 | pp2v2", DEEP_MLP, STAGED),
+    split("gpt-virtual", "default", "two stages per pipeline rank, tied", "pp2v2 tp2-pp2v2 | dp2-pp2v2", TIED, STAGED, ADAM),
     split("gpt-few", "default", "fewer micro-batches than stages", "pp4", DEEP, FEW),
-    split("gpt-all", "default", "stages and all features, unequal micro-batches", "pp4 dp2-pp2 tp2-pp2", ALL_DEEP, UNEVEN,
+    split("gpt-all", "default", "stages and all features, unequal micro-batches", "dp2-pp2 tp2-pp2 | pp4", ALL_DEEP, UNEVEN,
           ADAMW),
-    split("gpt-turned", "default", "a mesh in another rank order", "dp2-tp2-by-tp-dp dp2-pp2-by-dp-pp dp2-cp2-by-cp-dp", TURNED, TWO),
+    split("gpt-turned", "default", "a mesh in another rank order", "dp2-tp2-by-tp-dp dp2-pp2-by-dp-pp dp2-cp2-by-cp-dp",
+          TURNED, TWO),
     split("gpt-three", "default", "three axes", "dp2-tp2-pp2 dp2-cp2-tp2 dp2-cp2-pp2", TURNED, TWO, CLIPPED_TINY),
     split("gpt-copies", "default", "shards in two copies, beside tensor ranks", "dp4r2-tp2", TURNED, FOUR, CLIPPED_TINY),
     split("linear-double", "nightly", "float64", "tp4 dp2-tp2", LINEAR, TWO, MOMENTUM, DOUBLE),
@@ -226,7 +237,7 @@ def split_cases(
     """The cases of a tier, and of the tiers below it, whose layout fits in `nproc` ranks (exactly: needs just as many)."""
     for line in grid:
         if includes(tier, line.tier):
-            for layout in layouts_of(line):
+            for layout in layouts_of(line, tier):
                 if layout.world == nproc or (layout.world < nproc and not exactly):
                     yield line.make(layout, seed)
 
@@ -235,12 +246,13 @@ def split_too_large(tier: Tier, nproc: int, grid: tuple[SplitRow, ...] = SPLIT_G
     """(case name, layout) of the cases of a tier that need more ranks than `nproc`."""
     for line in grid:
         if includes(tier, line.tier):
-            yield from ((f"{line.name}-{lay.label}", lay) for lay in layouts_of(line) if lay.world > nproc)
+            yield from ((f"{line.name}-{lay.label}", lay) for lay in layouts_of(line, tier) if lay.world > nproc)
 
 
-def layouts_of(line: SplitRow) -> list[Layout]:
-    """The layouts of a row. Raises ValueError for a label that is none."""
-    found = {label: layout_of(label) for label in line.layouts}
+def layouts_of(line: SplitRow, tier: Tier = "nightly") -> list[Layout]:
+    """The layouts of a row in a tier. Raises ValueError for a label that is none."""
+    labels = line.layouts + (line.more if tier == "nightly" else ())
+    found = {label: layout_of(label) for label in labels}
     wrong = [label for label, layout in found.items() if layout is None]
     if wrong:
         raise ValueError(f"row {line.name}: {wrong[0]!r} is no layout")

@@ -203,7 +203,7 @@ def unmatched(strategy: Strategy) -> list[str]:
     """Declared divergences whose pattern fits no case of the whole grid: a slip of the pen, or an entry to remove."""
     sizes = {nproc for row in GRID for nproc in row.worlds}
     names = {f"{row.name}-w{world}" for row in GRID for nproc in sizes for world in worlds_of(row, nproc)}
-    names |= {f"{row.name}-{label}" for row in SPLIT_GRID for label in row.layouts}
+    names |= {f"{row.name}-{label}" for row in SPLIT_GRID for label in row.layouts + row.more}
     return [
         f"known divergence {k.case!r} of {strategy.name} matches no case of the grid"
         for k in strategy.known

@@ -29,7 +29,7 @@ def list_everything(options: argparse.Namespace) -> int:
     print("\ncases of models that are split across ranks; names are ROW-LAYOUT")
     for line in SPLIT_GRID:
         print(f"  {line.name:24} {line.tier:8} {line.why}")
-        print(f"  {'':24} {'':8} {', '.join(line.layouts)}")
+        print(f"  {'':24} {'':8} {', '.join(line.layouts + line.more)}")
     print(f"\ntiers (each holds those before it): {', '.join(TIERS)}")
     print("\ncompared quantities, in causal order")
     print("  " + "\n  ".join(QUANTITIES))

@@ -215,15 +215,18 @@ def meaning(view: View, update: int, rank: int, travel: Travel, expected: Expect
         return f"{declared}; the rank issued no collective of floating-point tensors at all: nothing is synchronized"
     strange = [t for t in issued if t[0] == operation and t not in expected]
     if travel in expected and strange:
-        instead = " and ".join(f"{in_words(issued[t], False)} over {t[1]}" for t in strange)
-        return f"{declared}; its {axis} is {members(view.case.layout, rank, axis)}, and it issued {instead}"
+        groups = {name: members(view.case.layout, rank, name) for name in (axis, *(t[1] for t in strange))}
+        instead = " and ".join(f"{in_words(issued[t], False)} over {groups[t[1]]}" for t in strange)
+        return f"{declared}; it is to go over {groups[axis]}; the rank issued {instead}"
     return declared + repeated(expected.get(travel), issued.get(travel, []))
 
 
 def members(layout: Layout, rank: int, axis: str) -> str:
-    """The ranks of an axis by their numbers."""
-    axes = axis if axis == ENDS else axis.replace("·", " ")
-    return f"ranks {', '.join(map(str, ranks_along(layout, rank, axes)))}"
+    """An axis with the ranks of its group; ranks that are no axis have only themselves for a name."""
+    if axis.startswith("ranks "):
+        return axis
+    ranks = ranks_along(layout, rank, axis if axis == ENDS else axis.replace("·", " "))
+    return f"{axis} (ranks {', '.join(map(str, ranks))})"
 
 
 def repeated(wanted: Payload | None, seen: list[Payload]) -> str:

@@ -8,6 +8,7 @@ from equivtests.mutants import (
     ddp,
     drift,
     expert,
+    ledger_split,
     loss,
     norms,
     pipeline,
@@ -25,5 +26,5 @@ from equivtests.mutants import (
 
 MODULES = (
     *(loss, data, ddp, norms, zero, restore, wire, drift, statistics),
-    *(unsplit, tensor, context, expert, recompute, pipeline, tied, stock, stock_collectives),
+    *(unsplit, tensor, context, expert, recompute, pipeline, tied, stock, stock_collectives, ledger_split),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed.nn.functional as differentiable
@@ -62,7 +63,8 @@ class DTensorDropout(nn.Module):
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         torch.manual_seed(int(ids.sum()))
         ones = DTensor.from_local(torch.ones_like(x), self.mesh, [Shard(1)])  # type: ignore[arg-type]
-        mask = F.dropout(ones, 1 - KEEP).to_local()
+        dropped: Any = F.dropout(ones, 1 - KEEP)
+        mask = dropped.to_local()
         if self.watch is not None:
             self.watch(self.site, mask > 0)
         return x * mask

@@ -42,7 +42,7 @@ class ShardedTensorParallel(TensorParallel):
     """Tensor parallelism inside of fully_shard: layers are cut over tensor ranks first, and the parts over data ranks."""
 
     def claims(self) -> Claims:
-        sharded: dict[str, Any] = {"families": GPT, "shards": ALL, "replicates": True}
+        sharded: dict[str, Any] = {"families": GPT, "shards": ALL, "replicates": True, "data_ranks": 2}
         return claims(tensor_strategy("fsdp2-tp-sequence", **sharded))
 
     def wrap(self, module: nn.Module) -> nn.Module:
@@ -70,8 +70,8 @@ class PipelineDDP(Pipeline):
     def claims(self) -> Claims:
         names = ("1f1b", "interleaved-1f1b")
         return claims(
-            *(pipeline_strategy(f"ddp-{name}", name, algorithm="pipeline-filled") for name in names),
-            pipeline_strategy("ddp-zero-bubble", "zero-bubble", known=(NOT_REDUCED,)),
+            *(pipeline_strategy(f"ddp-{name}", name, algorithm="pipeline-filled", data_ranks=2) for name in names),
+            pipeline_strategy("ddp-zero-bubble", "zero-bubble", known=(NOT_REDUCED,), data_ranks=2),
         )
 
     def wrap_stage(self, stage: Stage) -> nn.Module:
@@ -86,6 +86,7 @@ class PipelineFSDP2(Pipeline):
 
     def claims(self) -> Claims:
         sharded: dict[str, Any] = {"families": frozenset({"mlp", "gpt"}), "shards": ALL, "restores": False}
+        sharded |= {"data_ranks": 2}
         names = ("1f1b", "zero-bubble")
         return claims(
             *(pipeline_strategy(f"fsdp2-{name}", name, **sharded) for name in names),

@@ -2,7 +2,8 @@
 
 A differentiable one is a function of the forward pass and its adjoint: what a rank differentiates is one and the same loss
 on every rank of the line, and its gradient with respect to a value that all of them hold is wanted once, not once per rank.
-(Shoeybi et al. 2019, Megatron-LM, section 3, figure 3; Korthikanti et al. 2022, Reducing Activation Recomputation, section 4.2.2.)
+(Shoeybi et al. 2019, Megatron-LM, section 3, figure 3; Korthikanti et al. 2022, Reducing Activation Recomputation,
+section 4.2.2.)
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Reduce(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """Forward: the ranks' parts along a dimension, put together. Backward: the own part of a gradient that every rank has."""
+    """Forward: the ranks' parts along a dimension, put together. Backward: the own part of a gradient that all have."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line, dim: int) -> Tensor:
@@ -118,7 +119,7 @@ class Scatter(torch.autograd.Function):
 
 
 class GatherForWork(torch.autograd.Function):
-    """Forward: the ranks' parts put together, for each rank to do its part of the work on. Backward: the own part of the sum."""
+    """Forward: the ranks' parts put together, for each rank to work on. Backward: the own part of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line, dim: int) -> Tensor:

@@ -74,8 +74,9 @@ class Mesh(DataParallel):
     def setup(self, case: Case, ranks: Ranks) -> None:
         super().setup(case, ranks)
         self.passing, self.kept = 0, list[tuple[str, int, Tensor]]()
-        if getattr(self.module, "dropout", None) is not None:
-            self.module.dropout.watch = lambda site, mask: self.keep("mask", mask, site)
+        dropout = getattr(self.module, "dropout", None)
+        if dropout is not None:
+            dropout.watch = lambda site, mask: self.keep("mask", mask, site)
         last = self.output_layer()
         if last is not None:
             last.register_forward_hook(lambda module, arguments, output: self.keep("output", output.detach().clone()))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -235,7 +234,7 @@ class TensorParallel(Mesh):
         enter: Step | None = None,
         leave: Step | None = None,
     ) -> None:
-        """Cut the outputs of a linear layer."""
+        """Cut the outputs of a linear layer. enter, leave: what inputs and outputs pass (None: `self.enter`; nothing)."""
         layer = linear(module, name)
         span = span or self.tp.span(layer.weight.shape[0])
         weight = self.cut_parameter(f"{name}.weight", layer.weight, 0, span)
