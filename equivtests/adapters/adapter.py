@@ -52,9 +52,9 @@ class Strategy:
     others than dp have more than one rank, and dp too where it is named. data_ranks: the fewest ranks of dp.
     virtual: stages that a pipeline rank may have. schedule: row of `reference.schedules.SCHEDULES` that a pipeline follows.
     microbatches: how many it takes: any number, at least as many as pipeline ranks, at least twice as many, or multiples of
-    the pipeline ranks. equal_rows: all micro-batches of a window have equal numbers of rows, on every rank. uneven: sizes that are cut may be such that the ranks do not divide them.
-    turned: the axes of a layout may be nested in another order than the usual one.
-    lengths: micro-batches may have sequence lengths of their own.
+    the pipeline ranks. equal_rows: all micro-batches of a window have equal numbers of rows, on every rank.
+    uneven: sizes that are cut may be such that the ranks do not divide them. turned: the axes of a layout may be
+    nested in another order than the usual one. lengths: micro-batches may have sequence lengths of their own.
     precisions: labels such as "float32", "float64", "float32/bfloat16/float32" (`Precision.label`).
     clips: orders of the norm that clipping may use; schedules, decays: whether learning-rate schedules and weight decay are
     supported. denominators: the values of `Semantics.denominator` that a case may ask for.

@@ -24,10 +24,10 @@ KINDS = {
     "random_state": "the state of the dropout stream entering the update",
     "cursor": "position of the data loader entering the update",
     "weight_norm": "2-norm of all weights after the update, as the framework logs it",
-    "output": "what the model put out for one micro-batch, before the loss (logits, or outputs); rows x positions x features",
+    "output": "what the model put out for one micro-batch, before the loss; rows x positions x features",
     "routed": "tokens of the window that every expert of a layer was given and kept; int64 (experts,), part of a sum",
     "mask": "a dropout mask of one micro-batch, named by its site: whether an element is kept; rows x positions x features",
-    "timeline": "the operations of this pipeline rank in the order they ran; int64 (n, 4): kind, stage, micro-batch, version",
+    "timeline": "the operations of this pipeline rank in order; int64 (n, 4): kind, stage, micro-batch, version",
     "bytes": "bytes that this rank keeps between micro-batches: weights, gradients, state without scalars (named so)",
 }
 """The kinds of observation. State-like kinds carry the number of the update that they enter."""
@@ -47,8 +47,8 @@ class Place:
 
     shape: of the whole tensor. box: (start, stop) per dimension, or interval: (start, stop) of the flattened tensor; neither
     means all of it. replica: number of the copy this is a part of. partial: how the ranks' arrays combine to the value
-    ("" when the array is the value itself; "sum" or "mean" over the ranks that show a part of this copy). parts: how many ranks
-    those are (0: all).
+    ("" when the array is the value itself; "sum" or "mean" over the ranks that show a part of this copy). parts: how many
+    ranks those are (0: all).
     """
 
     shape: tuple[int, ...]
