@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Certify released frameworks, each in an environment of its own, and write docs/conformance.md.
-# Usage: scripts/certify_frameworks.sh [NAME …]     names: deepspeed fabric accelerate trainer jax (default: all)
+# Usage: scripts/certify_frameworks.sh [NAME …]     names: deepspeed fabric accelerate trainer jax megatron (default: all)
 #
 # Read from the environment: PYTHON (python3), ENVIRONMENTS (.frameworks: where environments are made and kept), RESULTS
 # (.frameworks/results: certificates and logs; those of frameworks that are not named are kept, and stand in the page).
@@ -12,13 +12,14 @@ environments="${ENVIRONMENTS:-.frameworks}"
 results="${RESULTS:-.frameworks/results}"
 mkdir -p "$environments" "$results"
 environments=$(cd "$environments" && pwd) results=$(cd "$results" && pwd)
-declare -A extra=([deepspeed]=deepspeed [fabric]=fabric [accelerate]=accelerate [trainer]=accelerate [jax]=jax)
+declare -A extra=([deepspeed]=deepspeed [fabric]=fabric [accelerate]=accelerate [trainer]=accelerate [jax]=jax [megatron]=megatron)
 declare -A adapters=(
-  [deepspeed]="deepspeed:DeepSpeed"
-  [fabric]="fabric:Fabric"
+  [deepspeed]="deepspeed:DeepSpeed deepspeed_pipeline:DeepSpeedPipeline"
+  [fabric]="fabric:Fabric fabric_tensor:FabricTensor"
   [accelerate]="accelerate:Accelerate accelerate_accumulate:AccelerateAccumulate"
   [trainer]="trainer:Trainer"
-  [jax]="jax:JAX"
+  [jax]="jax:JAX jax_tensor:JAXTensor"
+  [megatron]="megatron:Megatron"
 )
 status=0
 
@@ -89,7 +90,7 @@ jax_ranks() {
 for name in "$@"; do
   [ -n "${extra[$name]:-}" ] || { echo "$name: unknown; known are ${!extra[*]}" >&2; exit 2; }
 done
-[ $# -gt 0 ] || set -- deepspeed fabric accelerate trainer jax
+[ $# -gt 0 ] || set -- deepspeed fabric accelerate trainer jax megatron
 for name in "$@"; do
   interpreter=$(environment "${extra[$name]}") || { echo "$name: no environment" >&2; status=1; continue; }
   certified "$name" "$interpreter" 2

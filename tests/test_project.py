@@ -201,6 +201,6 @@ def test_adapters_of_outside_frameworks_are_short() -> None:
 
 def outside_adapters() -> list[Path]:
     """The modules that import a framework which is not torch."""
-    frameworks = {"accelerate", "deepspeed", "jax", "lightning_fabric", "transformers"}
+    frameworks = {"accelerate", "deepspeed", "jax", "lightning_fabric", "megatron", "transformers"}
     names = {path: {name.split(".")[0] for name in imported(path)} for path in (PACKAGE / "adapters").glob("*.py")}
     return [path for path, used in names.items() if used & frameworks and not path.stem.endswith("_models")]

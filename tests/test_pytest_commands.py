@@ -388,11 +388,11 @@ def test_ctrl_c_leaves_no_process_and_no_directory(tmp_path: Path) -> None:
 REFUSED = {
     "no such strategy": (
         ("--strategy", "nope"),
-        r"--strategy nope: unknown; known are ddp, .*zero-redundancy",
+        r"--strategy nope: unknown; known are 1f1b, .*zero-redundancy",
     ),
     "no such strategy, with workers": (
         ("--strategy", "nope", "-n", "2"),
-        r"--strategy nope: unknown; known are ddp, .*zero-redundancy",
+        r"--strategy nope: unknown; known are 1f1b, .*zero-redundancy",
     ),
     "no adapter": (
         ("--adapter", "mine:NotAnAdapter"),

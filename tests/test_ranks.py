@@ -342,7 +342,7 @@ def test_every_operation_is_recorded_with_its_group_and_full_size(pool: Pool) ->
         ("reduce", WORLD_GROUP, 2),
         ("gather", WORLD_GROUP, 2 * WORLD),
         ("scatter", WORLD_GROUP, 2 * WORLD),
-        ("send", WORLD_GROUP, 2),
+        ("send", (0, 1), 2),  # the two ends
         ("barrier", WORLD_GROUP, 0),
     ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from equivtests.adapters.deepspeed_pipeline import DeepSpeedPipeline
@@ -52,6 +54,6 @@ class Untied(DeepSpeedPipeline):
     """Tied on one device only."""
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        wrapped = super().wrap(module)
-        self.module.tied_comms = {}
+        wrapped: Any = super().wrap(module)
+        wrapped.tied_comms = {}
         return wrapped

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -92,6 +94,6 @@ class RowBias(Megatron):
 
     def row(self, name: str, layer: nn.Linear) -> nn.Module:
         made = super().row(name, layer)
-        bias = made.bias
+        bias: Any = made.bias
         made.register_forward_hook(lambda _, inputs, output: output + (self.tp - 1) * bias)
         return made
