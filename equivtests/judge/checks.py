@@ -19,6 +19,7 @@ from equivtests.judge.feeds import fed
 from equivtests.judge.forward import masks, outputs, routing
 from equivtests.judge.schedule import schedule
 from equivtests.judge.tolerance import Distance, elementwise, equal, radius_floor, rounded
+from equivtests.judge.truth import truth_at
 from equivtests.judge.view import View
 from equivtests.own import UNKNOWN, loaded
 from equivtests.reference import update as one
@@ -164,16 +165,6 @@ def loss(view: View, update: int) -> Checks:
     radius = max(view.expectation.loss_radius[update], loss_unit(view.case) * size)
     distance = judge_tensor(view, np.array(shown), truth, radius, size)
     yield view.compared("loss", update, "loss", np.array(shown), truth, distance)
-
-
-def truth_at(view: View, update: int) -> one.Gradients:
-    """The float64 gradients of the window at the observed weights (the reference's own where none fits)."""
-    key = f"truth.{update}"
-    if key not in view.cache:
-        own, observed = view.expectation.weights[update], view.tensors("weight", update)
-        fitting = {n: observed[n].double() for n, w in own.items() if n in observed and observed[n].shape == w.shape}
-        view.cache[key] = view.expectation.gradients_at(update, {**own, **fitting})
-    return view.cache[key]
 
 
 def judge_tensor(view: View, observed: np.ndarray, truth: np.ndarray, radius: float, signal: float) -> Distance:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 
 from equivtests.judge.assemble import Whole, assemble, equal_bits
 from equivtests.judge.check import Check, Verdict
 from equivtests.judge.tolerance import equal, rounded
+from equivtests.judge.truth import observed_weights, truth_at
 from equivtests.judge.view import View
 from equivtests.record.observation import Observation
 from equivtests.reference import update as one
-from equivtests.reference.expectation import VARIANTS, loss_unit, nudge
+from equivtests.reference.expectation import loss_unit, output_distances
 from equivtests.reference.forward import dropout_masks
 from equivtests.reference.rows import rows_of
 
@@ -120,7 +120,7 @@ def routing(view: View, update: int) -> Checks:
         if view.case.model.experts and not view.expectation.steps[update].skipped:
             yield from view.absent("routing", update, "routed", "routed")
         return
-    truth = view.expectation.gradients_at(update, observed_weights(view, update)).routed
+    truth = truth_at(view, update).routed
     for name in dict.fromkeys([*truth, *names]):
         whole = view.whole("routed", name, update)
         if whole is None:
@@ -132,12 +132,6 @@ def routing(view: View, update: int) -> Checks:
         else:
             wanted = truth[name].numpy()
             yield view.compared("routing", update, name, whole.values, wanted, equal(whole.values, wanted))
-
-
-def observed_weights(view: View, update: int) -> dict[str, torch.Tensor]:
-    """The weights entering an update as they were shown, float64; the reference's own where none fits."""
-    own, shown = view.expectation.weights[update], view.tensors("weight", update)
-    return own | {n: shown[n].double() for n, w in own.items() if n in shown and shown[n].shape == w.shape}
 
 
 # ------------------------------------------------------------------------------------------------- outputs
@@ -167,12 +161,6 @@ def outputs(view: View, update: int) -> Checks:
 
 def truth_and_distances(view: View, update: int) -> tuple[np.ndarray, list[np.ndarray]]:
     """Outputs (N, L, V) at the observed weights, float64, and how far rounding to the case's precision leads away."""
-    case, draw = view.case, view.expectation.steps[update].steps
-    weights = observed_weights(view, update)
-    truth = one.outputs_at(case, update, draw, weights).numpy()
-    dtype = getattr(torch, case.precision.compute)
-    found = []
-    for variant in range(VARIANTS):
-        moved = {n: nudge(case, w.to(dtype), f"output.{variant}.{update}.{n}") for n, w in weights.items()}
-        found.append(one.outputs_at(case, update, draw, moved, dtype).double().numpy() - truth)
-    return truth, found
+    draw = view.expectation.steps[update].steps
+    truth = one.outputs_at(view.case, update, draw, observed_weights(view, update)).numpy()
+    return truth, output_distances(view.case, view.expectation.semantics, update)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from equivtests.cases import numbers
@@ -158,6 +159,19 @@ def _widen(expectation: Expectation, update: int, found: one.Gradients, truth: o
         radii[name] = max(radii.get(name, 0.0), distance)
     losses = expectation.loss_radius
     losses[update] = max(losses[update], abs(found.loss - truth.loss))
+
+
+@lru_cache(maxsize=1024)
+def output_distances(case: Case, semantics: Semantics, update: int) -> list[np.ndarray]:
+    """How far rounding to the case's precision leads the outputs of an update away from the truth, (N, L, V) per variant."""
+    expectation = expect(case, semantics)
+    draw, weights = expectation.steps[update].steps, expectation.weights[update]
+    truth, dtype = one.outputs_at(case, update, draw, weights), getattr(torch, case.precision.compute)
+    found = []
+    for variant in range(VARIANTS):
+        moved = {n: nudge(case, w.to(dtype), f"output.{variant}.{update}.{n}") for n, w in weights.items()}
+        found.append((one.outputs_at(case, update, draw, moved, dtype).double() - truth).numpy())
+    return found
 
 
 def nudge(case: Case, weight: torch.Tensor, stream: str) -> torch.Tensor:
