@@ -66,7 +66,7 @@ def rows_of(ranks: int, data: dict[str, Any]) -> list[dict[str, Any]]:
 
 def framework_of(data: dict[str, Any], runs: list[Run]) -> str:
     adapters = {run["adapter"] for run in runs} or set(data["frameworks"])
-    return ", ".join(sorted(data["frameworks"][adapter] for adapter in adapters))
+    return ", ".join(sorted({data["frameworks"][adapter] for adapter in adapters}))
 
 
 def divergences(found: list[tuple[int, dict[str, Any]]]) -> list[dict[str, Any]]:
