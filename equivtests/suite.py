@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from equivtests.campaign import keep_records, outcome
 from equivtests.chapters.certify import certify
 from equivtests.chapters.plan import plan
@@ -10,6 +12,8 @@ from equivtests.mutants.kill import attempt, planted
 from equivtests.report import certificate
 from equivtests.report.summary import summary
 from equivtests.report.tally import markdown, tally, total
+
+torch.set_num_threads(1)  # the tensors are tiny, and the cores are for the ranks
 
 __all__ = [
     "attempt",

@@ -38,15 +38,16 @@ def split(
 ) -> SplitRow:
     """A row. layouts: labels, by spaces, those behind "|" for the nightly tier alone.
 
-    windows: of as many data ranks as the largest of the layouts has; fewer feed more each.
+    model: of depth PER_STAGE, it has as many layers as the layout has stages. windows: of as many data ranks as the largest of the layouts has; fewer feed more each.
     """
     usual, _, more = layouts.partition("|")
 
     def make(layout: Layout, seed: int) -> Case:
         folded = fold(windows, layout.dp)
         laid = replace(layout, stages=stages)
+        fitted = model if model.depth else replace(model, depth=layout.stage_count)
         return Case(
-            f"{name}-{layout.label}" + (f"-s{seed}" if seed else ""), model, folded, laid, optimizer, precision,
+            f"{name}-{layout.label}" + (f"-s{seed}" if seed else ""), fitted, folded, laid, optimizer, precision,
             longest(folded), 1.0, seed, semantics, lengths=lengths,
         )  # fmt: skip
 
@@ -99,6 +100,7 @@ POWERS: Windows = (
     (((8, 2), (3, 1)), ((7, 4), (0, 7))),
 )
 
+PER_STAGE = 0
 BIAS = ("bias",)
 LINEAR = Model("linear", inputs=8, outputs=8, features=BIAS)
 TRANSPOSED = Model("linear", inputs=5, outputs=3, features=("bias", "transposed"))
@@ -117,12 +119,12 @@ SHARED = Model("gpt", width=16, heads=4, depth=1, vocabulary=16, features=("bias
 AUXILIARY = Model(
     "gpt", width=16, heads=4, depth=1, vocabulary=16, features=("bias", "extra_head", "smoothing", "z_loss")
 )
-DROPPED = Model("gpt", width=16, heads=4, depth=4, vocabulary=16, features=("bias", "dropout"))
+DROPPED = Model("gpt", width=16, heads=4, depth=PER_STAGE, vocabulary=16, features=("bias", "dropout"))
 PACKED = Model("gpt", width=16, heads=4, depth=1, vocabulary=16, features=("bias", "packed"))
-TALL = Model("gpt", width=8, heads=4, depth=4, vocabulary=16, features=BIAS)
-WIDE_DEEP = Model("gpt", width=16, heads=4, depth=4, vocabulary=16, features=BIAS)
-DEEP = Model("gpt", width=8, depth=4, vocabulary=16, features=BIAS)
-TIED = Model("gpt", width=8, depth=4, vocabulary=16, features=("bias", "tied"))
+TALL = Model("gpt", width=8, heads=4, depth=PER_STAGE, vocabulary=16, features=BIAS)
+WIDE_DEEP = Model("gpt", width=16, heads=4, depth=PER_STAGE, vocabulary=16, features=BIAS)
+DEEP = Model("gpt", width=8, depth=PER_STAGE, vocabulary=16, features=BIAS)
+TIED = Model("gpt", width=8, depth=PER_STAGE, vocabulary=16, features=("bias", "tied"))
 TURNED = Model("gpt", width=8, depth=2, vocabulary=16, features=BIAS)
 EIGHT = Model("gpt", width=8, depth=8, vocabulary=16, features=())
 EXPERTS = Model("moe", width=8, depth=1, vocabulary=16, experts=4, top_k=2, features=("balance", "bias"))
@@ -173,40 +175,40 @@ SPLIT_GRID: tuple[SplitRow, ...] = (
     split("moe", "quick", "a mixture of experts with its balance loss", f"{EP} dp2-cp2-ep2", EXPERTS, FOUR, ADAMW),
     split("linear-odd", "default", "sizes that the ranks do not divide", "dp2-tp2 | tp2", ODD_LINEAR, UNEVEN),
     split("exact-mlp", "default", "tolerance zero", "dp2-tp2 dp2-pp2 | tp2 pp2", DYADIC, POWERS, Optimizer(lr=0.25)),
-    split("mlp", "default", "depth, momentum and decay", "dp2-tp2 pp2 | tp4 dp2-pp2", MLP, TWO, MOMENTUM),
+    split("mlp", "default", "depth, momentum and decay", "dp2-tp2 | tp4 pp2 dp2-pp2", MLP, TWO, MOMENTUM),
     split("mlp-odd-clip", "default", "sizes that do not divide, clipping", "dp2-tp2 | tp2", ODD_MLP, UNEVEN, CLIPPED),
     split("gated", "default", "a gated MLP, float64", "tp4 | dp2-tp2", GATED, TWO, MOMENTUM, DOUBLE),
     split("linear-transposed", "default", "a weight that is not contiguous", "tp2 | dp2-tp2", TRANSPOSED, UNEVEN, MOMENTUM),
-    split("gpt-odd", "default", "three heads and a vocabulary of 13", "dp2-tp2 | tp2", ODD_GPT, UNEVEN, ADAM),
+    split("gpt-odd", "default", "three heads and a vocabulary of 13", "tp2 | dp2-tp2", ODD_GPT, UNEVEN, ADAM),
     split("gpt-grouped", "default", "grouped heads with norms, gated, tied, clipped",
-          "dp2-tp2 dp2-cp2 tp2-pp2 dp2-tp2-pp2 cp2-tp2 | tp4 cp4", GROUPED, TWO,
+          "dp2-tp2 dp2-tp2-pp2 cp2-tp2 | tp4 cp4 dp2-cp2 tp2-pp2", GROUPED, TWO,
           CLIPPED_TINY),
-    split("gpt-shared", "default", "one key/value head for all ranks", "tp4 cp2-tp2 | dp2-tp2", SHARED, UNEVEN, ADAM),
+    split("gpt-shared", "default", "one key/value head for all ranks", "tp4 | dp2-tp2 cp2-tp2", SHARED, UNEVEN, ADAM),
     split("gpt-auxiliary", "default", "smoothing, a second head, a z-loss", "tp4 cp4 | dp2-tp2 dp2-cp2", AUXILIARY, TWO),
     split("gpt-dropout", "default", "dropout, the same on any layout",
-          "dp2-tp2 dp2-cp2 dp2-pp2 cp2-tp2 cp2-pp2 | tp4 cp4 pp4", DROPPED, TWO,
+          "dp2-tp2 dp2-cp2 | tp4 cp4 pp4 dp2-pp2 cp2-tp2 cp2-pp2", DROPPED, TWO,
           ADAMW),
-    split("gpt-packed", "default", "several documents in a row", "dp2-tp2 cp4 cp2-tp2 | tp4 dp2-cp2", PACKED, TWO),
+    split("gpt-packed", "default", "several documents in a row", "cp4 | tp4 dp2-tp2 dp2-cp2 cp2-tp2", PACKED, TWO),
     split("gpt-ones", "default", "ranks whose part of a sequence has no valid token", "cp4 | dp2-cp2 cp2-tp2", GPT, ONES),
     split("gpt-lengths", "default", "sequences whose length changes inside a window",
-          "tp4 dp2-cp2 dp2-pp2 cp2-pp2 | dp2-tp2 cp4 pp4", TALL, SHORT,
+          "dp2-pp2 | tp4 dp2-tp2 cp4 dp2-cp2 pp4 cp2-pp2", TALL, SHORT,
           lengths=(4, 8)),
     split("gpt-odd-lengths", "default", "sequences that ranks do not divide; a rank without a position",
-          "cp4 cp2-tp2 | dp2-cp2", PACKED, ODD, lengths=(3, 7)),
+          "cp4 | dp2-cp2 cp2-tp2", PACKED, ODD, lengths=(3, 7)),
     split("moe-capacity", "default", "experts that drop tokens", "dp4-ep4 dp2-cp2-ep4 | dp4-ep2", LIMITED, FOUR),
     split("moe-idle", "default", "experts, and a rank, that no token goes to, and a rank without rows",
           "dp4-ep2 | dp4-ep4", IDLE, RAGGED, MOMENTUM),
-    split("moe-clip", "default", "two mixtures with all features, clipping", f"{EP} dp2-ep2 cp2-ep2", RICH, FOUR,
+    split("moe-clip", "default", "two mixtures with all features, clipping", "dp4-ep2 cp2-ep2 | dp4-ep4 dp2-ep2", RICH, FOUR,
           CLIPPED_TINY),
     split("chain", "default", "the smallest model with depth", "pp4 | pp2", CHAIN, STAGED),
-    split("gpt-tied", "default", "the embedding is also the head, on another stage", "pp4 tp2-pp2 | dp2-pp2", TIED,
+    split("gpt-tied", "default", "the embedding is also the head, on another stage", "pp4 | dp2-pp2 tp2-pp2", TIED,
           STAGED, ADAM),
-    split("gpt-clip", "default", "clipping by the norm of all stages", "dp2-pp2 tp2-pp2 | pp4", DEEP, STAGED, CLIPPED),
+    split("gpt-clip", "default", "clipping by the norm of all stages", "dp2-pp2 | pp4 tp2-pp2", DEEP, STAGED, CLIPPED),
     split("gpt-uneven-stages", "default", "stages of unequal numbers of layers", "pp4", DEEP, STAGED, stages=(0, 2, 1, 1)),
     split("mlp-virtual", "default", "two stages per pipeline rank", "dp2-pp2v2 | pp2v2", DEEP_MLP, STAGED),
     split("gpt-virtual", "default", "two stages per pipeline rank, tied", "pp2v2 tp2-pp2v2 | dp2-pp2v2", TIED, STAGED, ADAM),
     split("gpt-few", "default", "fewer micro-batches than stages", "pp4", DEEP, FEW),
-    split("gpt-all", "default", "stages and all features, unequal micro-batches", "dp2-pp2 tp2-pp2 | pp4", ALL_DEEP, UNEVEN,
+    split("gpt-all", "default", "stages and all features, unequal micro-batches", "dp2-pp2 | pp4 tp2-pp2", ALL_DEEP, UNEVEN,
           ADAMW),
     split("gpt-turned", "default", "a mesh in another rank order", "dp2-tp2-by-tp-dp dp2-pp2-by-dp-pp dp2-cp2-by-cp-dp",
           TURNED, TWO),
@@ -219,12 +221,12 @@ SPLIT_GRID: tuple[SplitRow, ...] = (
 
 SPLIT_RESTORE_CASES: dict[str, Tier] = {
     "gpt-dropout-dp2-cp2": "default",
-    "gpt-dropout-cp2-pp2": "default",
+    "gpt-dropout-cp2-pp2": "nightly",
     "gpt-dropout-cp2-tp2": "nightly",
     "moe-clip-cp2-ep2": "nightly",
     "gpt-tied-pp4": "default",  # Adam; a tied embedding on two ranks
-    "gpt-dropout-dp2-pp2": "default",
-    "gpt-tied-tp2-pp2": "default",
+    "gpt-dropout-dp2-pp2": "nightly",
+    "gpt-tied-tp2-pp2": "nightly",
     "gpt-virtual-pp2v2": "nightly",
     "gpt-virtual-tp2-pp2v2": "nightly",
 }

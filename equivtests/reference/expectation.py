@@ -28,7 +28,7 @@ Radii = dict[str, float]
 
 @dataclass
 class Step:
-    """One update of the reference. `skipped`: no valid token, nothing changes."""
+    """One update of the reference. `skipped`: no valid token, nothing changes. found: all that its backward pass gave."""
 
     loss: float
     gradients: Weights
@@ -38,6 +38,7 @@ class Step:
     steps: int
     skipped: bool
     kink: float
+    found: one.Gradients | None = None
 
 
 @dataclass
@@ -58,7 +59,10 @@ class Expectation:
     proof: Proof | None = None
 
     def gradients_at(self, update: int, weights: Weights) -> one.Gradients:
-        """Truth at observed weights (float64 copies of them)."""
+        """Truth at observed weights (float64 copies of them); those of the reference's own trajectory are at hand."""
+        own, known = self.weights[update], self.steps[update].found
+        if known is not None and all(weights[n] is w or torch.equal(weights[n], w) for n, w in own.items()):
+            return known
         return one.gradients(self.case, self.semantics, update, self.steps[update].steps, weights)
 
 
@@ -104,7 +108,7 @@ def reference_step(case: Case, semantics: Semantics, update: int, made: int, wei
     found = one.gradients(case, semantics, update, made, weights)
     total = one.norm(found.values, case.optimizer.clip_norm)
     coefficient = one.clip_coefficient(case, semantics, total)
-    return Step(found.loss, found.values, total, coefficient, case.optimizer.rate(made), made, False, found.kink)
+    return Step(found.loss, found.values, total, coefficient, case.optimizer.rate(made), made, False, found.kink, found)
 
 
 def refuse_discontinuities(expectation: Expectation) -> None:
