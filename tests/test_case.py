@@ -295,7 +295,7 @@ def test_restoring_and_counting_follow_a_row_to_fewer_ranks() -> None:
     assert tier_of(LEDGER_CASES, "gpt-adamw-w3") == "quick", "the earliest of its row"
     assert tier_of(RESTORE_CASES, "linear-sgd-w4") is None, "a case of the grid that is not restored"
     assert tier_of(RESTORE_CASES, "mlp-unused-w2") is None
-    assert tier_of(LEDGER_CASES, "gpt-tp4") == "default" and tier_of(LEDGER_CASES, "gpt-tp3") is None
+    assert tier_of(LEDGER_CASES, "gpt-tp4") == "nightly" and tier_of(LEDGER_CASES, "gpt-tp3") is None
 
 
 def test_a_seed_changes_the_name() -> None:

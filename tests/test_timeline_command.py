@@ -62,7 +62,7 @@ class Broken(Pipeline):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
-    home = Home(tmp_path_factory.mktemp("home"), own=PIPELINES)
+    home = Home(tmp_path_factory.mktemp("home"), pipelines=PIPELINES)
     chain = split_named("chain-pp2")
     assert chain is not None
     empty = chain.replace(name="empty", windows=((((0,),),), *chain.windows))
@@ -75,9 +75,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
 def ran(home: Home) -> dict[str, Ended]:
     words = {
         "textbook": "--strategy 1f1b --case chain-dp2-pp2 --update 1 --svg ran.svg",
-        "gpipe": "--adapter own:Gpipe --case chain-pp2 --strategy mine",
-        "misshown": "--adapter own:Misshown --case chain-dp2-pp2",
-        "broken": "--adapter own:Broken --case chain-pp2",
+        "gpipe": "--adapter pipelines:Gpipe --case chain-pp2 --strategy mine",
+        "misshown": "--adapter pipelines:Misshown --case chain-dp2-pp2",
+        "broken": "--adapter pipelines:Broken --case chain-pp2",
     }
     return together({n: (home, ("python", "-m", "equivtests", "timeline", *w.split())) for n, w in words.items()})
 
@@ -137,7 +137,7 @@ REFUSED = {
     "--strategy tp --case linear-tp2": r"strategy tp shows no timeline; `equivtests list` names the schedules",
     "--strategy tp --case chain-pp2": r"strategy tp does not claim case 'chain-pp2': .*",
     "--case chain-pp2": r"\d+ strategies claim the case: choose one with --adapter and --strategy",
-    "--adapter own:Quiet --case chain-pp2": r"strategy mine shows no timeline; .*",
+    "--adapter pipelines:Quiet --case chain-pp2": r"strategy mine shows no timeline; .*",
     "--strategy 1f1b --case chain-pp2 --update 2": r"--update 2: chain-pp2 has the updates 0 to 1",
     "--strategy 1f1b --case empty.json": r"--update 0: it has no valid token, so that nothing runs; choose another",
     "--cut-by-cost 1,2 --stages 3": r"--cut-by-cost 1,2 --stages 3: 2 layers cannot be cut into 3 stages .*",
@@ -178,7 +178,7 @@ def test_another_order_than_the_schedules_is_shown_as_it_ran_and_fails(ran: dict
     assert table(prescribed("gpipe", 2, 1, 8), "1f1b") in output
     assert "mine on chain-pp2: update 0: schedule of pipeline of ranks 0, 1 differs first" in output
     assert "1f1b prescribes the backward of micro-batch 0 on stage 0" in output
-    assert "reproduce: python -m equivtests run chain-pp2 --adapter own:Gpipe --strategy mine" in output
+    assert "reproduce: python -m equivtests run chain-pp2 --adapter pipelines:Gpipe --strategy mine" in output
 
 
 def test_an_order_that_cannot_have_run_is_shown_without_times(ran: dict[str, Ended]) -> None:

@@ -38,7 +38,8 @@ def split(
 ) -> SplitRow:
     """A row. layouts: labels, by spaces, those behind "|" for the nightly tier alone.
 
-    model: of depth PER_STAGE, it has as many layers as the layout has stages. windows: of as many data ranks as the largest of the layouts has; fewer feed more each.
+    model: of depth PER_STAGE, it has as many layers as the layout has stages. windows: of as many data ranks as the
+    largest of the layouts has; fewer feed more each.
     """
     usual, _, more = layouts.partition("|")
 
