@@ -118,13 +118,8 @@ class Scatter(torch.autograd.Function):
         return ctx.line.gather(gradients[0], ctx.dim), None, None
 
 
-class GatherForWork(torch.autograd.Function):
+class GatherForWork(Gather):
     """Forward: the ranks' parts put together, for each rank to work on. Backward: the own part of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line, dim: int) -> Tensor:
-        ctx.line, ctx.dim = line, dim
-        return line.gather(x, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -132,14 +127,10 @@ class GatherForWork(torch.autograd.Function):
         return ctx.line.cut(total, ctx.dim), None, None
 
 
-class ReduceScatter(torch.autograd.Function):
+class ReduceScatter(Scatter):
     """Forward: the own part of the sum of the ranks' values. Backward: the ranks' parts put together."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line, dim: int) -> Tensor:
         ctx.line, ctx.dim = line, dim
         return line.cut(line.sum(x.clone(memory_format=torch.contiguous_format)), dim).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.line.gather(gradients[0], ctx.dim), None, None
