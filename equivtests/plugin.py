@@ -24,12 +24,13 @@ from equivtests.ranks.pools import Pools
 
 if TYPE_CHECKING:
     from equivtests.chapters.plan import Plan
-    from equivtests.chapters.run import Result, Run
+    from equivtests.chapters.run import Chapter, Result, Run
     from equivtests.mutants.mutant import Mutant
     from equivtests.report.certificate import Selection
     from equivtests.report.tally import Row
 
 SUITE = Path(__file__).parent
+CHAPTERS: tuple[Chapter, ...] = ("update", "restore", "replay", "ledger")
 RESULT = pytest.StashKey[dict[str, Any]]()
 SESSION = pytest.StashKey["Session"]()
 
@@ -156,7 +157,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return  # other people's tests may use the same names
     session = metafunc.config.stash[SESSION]
     try:
-        for chapter in ("update", "restore", "ledger"):
+        for chapter in CHAPTERS:
             if f"{chapter}_run" in metafunc.fixturenames:
                 session.pools.warm()
                 runs = session.plan.of(chapter)
@@ -177,7 +178,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def placeholder(item: pytest.Item) -> bool:
     """Whether this is the suite's own test of a chapter without a run."""
     parameters = getattr(getattr(item, "callspec", None), "params", {})
-    runs = (parameters[name] for name in ("update_run", "restore_run", "ledger_run") if name in parameters)
+    runs = (parameters[f"{name}_run"] for name in CHAPTERS if f"{name}_run" in parameters)
     return item.path.parent == SUITE and any(run is None for run in runs)
 
 

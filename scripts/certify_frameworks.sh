@@ -14,7 +14,7 @@ mkdir -p "$environments" "$results"
 environments=$(cd "$environments" && pwd) results=$(cd "$results" && pwd)
 declare -A extra=([deepspeed]=deepspeed [fabric]=fabric [accelerate]=accelerate [trainer]=accelerate [jax]=jax [megatron]=megatron)
 declare -A adapters=(
-  [deepspeed]="deepspeed:DeepSpeed deepspeed_pipeline:DeepSpeedPipeline"
+  [deepspeed]="deepspeed:DeepSpeed deepspeed_pipeline:DeepSpeedPipeline deepspeed_tensor:DeepSpeedTensor"
   [fabric]="fabric:Fabric fabric_tensor:FabricTensor"
   [accelerate]="accelerate:Accelerate accelerate_accumulate:AccelerateAccumulate"
   [trainer]="trainer:Trainer"

@@ -20,7 +20,9 @@ from equivtests.cases.case import (
     Semantics,
     Windows,
 )
+from equivtests.cases.staleness import Staleness
 from equivtests.cases.windows import window_of
+from equivtests.reference.versions import RULES
 
 FAMILIES = ("chain", "linear", "mlp", "gated_mlp", "gpt", "moe")
 SINGLE = Precision()
@@ -170,8 +172,23 @@ def semantics(draw: st.DrawFn) -> Semantics:
         "decay": ("declared", "all", "none"),
         "master": ("none", "float32"),
     }
-    assert set(values) == set(fields)
-    return Semantics(**{name: draw(st.sampled_from(choices)) for name, choices in values.items()})
+    assert {*values, "staleness"} == set(fields)
+    chosen = {name: draw(st.sampled_from(choices)) for name, choices in values.items()}
+    return Semantics(**chosen, staleness=draw(staleness()))
+
+
+def staleness() -> st.SearchStrategy[Staleness]:
+    """Any rule that does not name the windows of a case."""
+    few = st.integers(0, 3)
+    return st.builds(
+        Staleness,
+        versions=st.sampled_from(sorted(RULES)),
+        drains=st.lists(few, max_size=2).map(tuple),
+        delay=few,
+        bound=few,
+        late=st.sampled_from(("refused", "dropped", "reweighted")),
+        period=few,
+    )
 
 
 def samples_of(case: Case) -> list[int]:

@@ -113,6 +113,8 @@ def local_sizes(shards: ledger.Shards) -> list[int]:
 
 PADDING: dict[ledger.Cut, tuple[int, list[int]]] = {
     "tensors": (20, [15, 5, 0, 0]),
+    "first": (20, [20, 0, 0, 0]),
+    "turns": (20, [15, 5, 0, 0]),
     "flat": (20, [5, 5, 5, 5]),
     "aligned": (24, [6, 6, 5, 3]),  # 15, one element of padding, 5, three to divide by four ranks
     "rows": (8 * 3 + 8, [8, 8, 4, 0]),  # chunks of two rows, and of two elements
@@ -136,7 +138,7 @@ def test_every_element_lies_on_one_rank(drawn: list[list[int]], ranks: int, cut:
     shards = ledger.shards_of(tensors, ranks, cut, align=4)
     for tensor in tensors:
         assert sum(own.get(tensor.name, 0) for own in shards.by_rank) == tensor.size
-    assert shards.full >= sum(local_sizes(shards)) and (cut == "tensors" or shards.full % ranks == 0)
+    assert shards.full >= sum(local_sizes(shards)) and (cut in ledger.WHOLE_TENSORS or shards.full % ranks == 0)
     if cut != "aligned":
         assert ledger.shards_of(tensors, 1, cut).full == sum(p.size for p in tensors)
 
@@ -144,6 +146,7 @@ def test_every_element_lies_on_one_rank(drawn: list[list[int]], ranks: int, cut:
 def test_whole_tensors_go_to_the_emptiest_rank() -> None:
     tensors = [Parameter(str(n), (n,)) for n in (3, 9, 4, 8, 2)]
     assert [[p.size for p in part] for part in ledger.partition(tensors, 2)] == [[9, 3, 2], [8, 4]]
+    assert [[p.size for p in part] for part in ledger.by_turns(tensors, 2)] == [[3, 4, 2], [9, 8]]
 
 
 # ----------------------------------------------------------------------------------- expected collectives
@@ -156,6 +159,10 @@ def elements(expected: ledger.Expected) -> dict[str, int]:
 
 EXPECTED_OF_MODEL: dict[str, tuple[ledger.Cut, dict[str, int]]] = {
     "all-reduce": ("tensors", {"all_reduce": 35}),
+    # chunks of 9, 9, 9 and 8 elements; the first rank sends numbers 0, 3, 2, then 1, 0, 3
+    "ring": ("tensors", {"send": 26 + 26, "recv": 26 + 26}),
+    # the first rank serves 8 elements: it gives away 27, and its 8 to three workers
+    "parameter-server": ("turns", {"send": 27 + 3 * 8, "recv": 27 + 3 * 8}),
     "all-reduce-per-microbatch": ("tensors", {"all_reduce": 3 * 35}),
     "zero1-reduce-scatter": ("flat", {"reduce_scatter": 36, "all_gather": 36}),
     "zero1-all-reduce": ("tensors", {"all_reduce": 35, "broadcast": 35}),
@@ -173,7 +180,7 @@ def test_payload_of_three_microbatches_on_four_ranks(algorithm: str) -> None:
     cut, counted = EXPECTED_OF_MODEL[algorithm]
     expected = EXPECTED[algorithm](given_model(reduce="bfloat16", cut=cut))
     assert elements(expected) == counted
-    reduced = {"all_reduce", "reduce_scatter"}
+    reduced = {"all_reduce", "reduce_scatter", "send", "recv"}
     assert all(p.dtype == ("bfloat16" if o in reduced else "float32") for (o, _), p in expected.items())
 
 

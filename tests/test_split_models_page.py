@@ -33,6 +33,8 @@ def ran(home: Home) -> dict[str, Ended]:
     words = {
         "right": "run mlp-dp2-tp2 --adapter my_tensor_parallel:MyTensorParallel",
         "wrong": "run mlp-dp2-tp2 --adapter broken:MyTensorParallel",
+        "checked": "adapter-check my_tensor_parallel:MyTensorParallel --nproc 4",
+        "checked broken": "adapter-check broken:MyTensorParallel --nproc 4",
     }
     return together({name: (home, (*EQUIVTESTS, *line.split())) for name, line in words.items()})
 
@@ -44,6 +46,11 @@ def without_numbers(text: str) -> str:
 
 def test_the_example_passes(ran: dict[str, Ended]) -> None:
     assert ran["right"].ended_with(0).output.startswith("PASS         my-tp-mlp-dp2-tp2  ")
+
+
+def test_adapter_check_tries_a_case_that_splits_the_model(ran: dict[str, Ended]) -> None:
+    assert "  my-tp, dp2-tp2: works" in ran["checked"].ended_with(0).lines
+    assert "  my-tp, dp2-tp2: runs, but differs:" in ran["checked broken"].ended_with(1).lines
 
 
 def test_the_failure_of_the_example_is_shown_as_it_is_printed(ran: dict[str, Ended]) -> None:

@@ -6,7 +6,7 @@ An adapter class is made without arguments, once per run and rank. The suite set
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -51,14 +51,20 @@ class Strategy:
     axes: the parallel axes of the layouts that it is for, of dp, cp, tp, pp and ep. It is run on layouts in which just the
     others than dp have more than one rank, and dp too where it is named. data_ranks: the fewest ranks of dp.
     virtual: stages that a pipeline rank may have. schedule: row of `reference.schedules.SCHEDULES` that a pipeline follows.
-    microbatches: how many it takes: any number, at least as many as pipeline ranks, at least twice as many, or multiples of
-    the pipeline ranks. equal_rows: all micro-batches of a window have equal numbers of rows, on every rank.
+    microbatches: how many it takes: any number, one, at least as many as pipeline ranks, at least twice as many, or
+    multiples of the pipeline ranks.
+    asynchronous: it runs cases that are made so (`Case.asynchronous`), and no others. updates: the fewest windows that show
+    its semantics. drains: a checkpoint finishes all work in flight, after which staleness begins anew (else it is saved).
+    variant: it differs in one decision from another strategy of the suite; by default it runs the quick cases, at night all.
+    replays: it can run free, and in an order of arrival that was recorded: as `case.semantics.staleness.arrivals` says.
+    equal_rows: all micro-batches of a window have equal numbers of rows, on every rank.
     uneven: sizes that are cut may be such that the ranks do not divide them. turned: the axes of a layout may be
     nested in another order than the usual one. lengths: micro-batches may have sequence lengths of their own.
     precisions: labels such as "float32", "float64", "float32/bfloat16/float32" (`Precision.label`).
     clips: orders of the norm that clipping may use; schedules, decays: whether learning-rate schedules and weight decay are
     supported. denominators: the values of `Semantics.denominator` that a case may ask for.
-    semantics: the contract that the framework follows instead of the default, where it documents another.
+    semantics: the contract that the framework follows instead of the default, where it documents another; a function of the
+    case where it depends on that (a version table of the user's own).
     ragged: ranks may have unequal numbers of micro-batches.
     replicates: layouts with `replicate` > 1 are possible. shards: what is cut over the ranks: weights, gradients, state.
     arithmetic: "torch" if weights are updated by torch's for-loop or foreach optimizers (judged bitwise), else "own".
@@ -74,7 +80,12 @@ class Strategy:
     data_ranks: int = 1
     virtual: frozenset[int] = frozenset({1})
     schedule: str | None = None
-    microbatches: Literal["any", "stages", "twice", "multiple"] = "any"
+    microbatches: Literal["any", "one", "stages", "twice", "multiple"] = "any"
+    asynchronous: Literal["", "pipeline", "server"] = ""
+    updates: int = 1
+    drains: bool = False
+    replays: bool = False
+    variant: bool = False
     equal_rows: bool = False
     uneven: bool = True
     turned: bool = True
@@ -84,7 +95,7 @@ class Strategy:
     optimizers: frozenset[str] = ALL_OPTIMIZERS
     precisions: frozenset[str] = frozenset({"float32", "float64"})
     denominators: frozenset[str] = frozenset({"window"})
-    semantics: Semantics | None = None
+    semantics: Semantics | Callable[[Case], Semantics] | None = None
     loss_scale: bool = False
     clips: frozenset[str] = frozenset({"2", "inf"})
     schedules: bool = True
@@ -119,9 +130,10 @@ class Strategy:
                     f"strategy {self.name!r}: {field_name}: unknown {unknown[0]!r}; known are {words_known}"
                 )
 
-    def meant_for(self, layout: Layout) -> bool:
-        """Whether cases of a layout are in this strategy's grid at all; what it then refuses is listed as not claimed."""
-        return layout.splits == self.axes - {"dp"} and layout.dp >= self.data_ranks
+    def meant_for(self, layout: Layout, asynchronous: str = "") -> bool:
+        """Whether such cases are in this strategy's grid at all; what it then refuses is listed as not claimed."""
+        fits = layout.splits == self.axes - {"dp"} and layout.dp >= self.data_ranks
+        return fits and asynchronous == self.asynchronous
 
     def refusal(self, case: Case) -> str | None:
         """Why this strategy does not claim the case, or None if it does."""
@@ -152,9 +164,13 @@ class Strategy:
         """(whether it applies, reason) for what a layout, and micro-batches, may be like."""
         layout, counts = case.layout, {len(rank) for window in case.windows for rank in window}
         yield not layout.axes <= self.axes, f"axis {', '.join(sorted(layout.axes - self.axes))}"
-        yield self.meant_for(layout) is False, f"layout {layout.label}: it is for axes {', '.join(sorted(self.axes))}"
+        meant = self.meant_for(layout, self.asynchronous)
+        yield not meant, f"layout {layout.label}: it is for axes {', '.join(sorted(self.axes))}"
+        yield case.asynchronous != self.asynchronous, f"windows made for {KINDS_OF_CASES[case.asynchronous]}"
+        yield case.updates < self.updates, f"fewer than {self.updates} updates, which cannot show its rule"
         yield layout.virtual not in self.virtual, f"{layout.virtual} stages per pipeline rank"
-        least = {"any": 0, "multiple": 1, "stages": layout.pp, "twice": 2 * layout.pp}[self.microbatches]
+        yield self.microbatches == "one" and max(counts) > 1, "windows of more than one micro-batch"
+        least = {"any": 0, "one": 1, "multiple": 1, "stages": layout.pp, "twice": 2 * layout.pp}[self.microbatches]
         yield min(counts) < least, f"fewer than {least} micro-batches for {layout.pp} pipeline ranks"
         divides = self.microbatches != "multiple" or all(n % layout.pp == 0 for n in counts)
         yield not divides, f"numbers of micro-batches that {layout.pp} pipeline ranks do not divide"
@@ -165,8 +181,17 @@ class Strategy:
         yield bool(uncut), f"{uncut} that {layout.tp} tensor ranks do not divide"
 
     def contract(self, case: Case) -> Semantics:
-        """The semantics that a run of this strategy is judged by."""
-        return self.semantics or case.semantics
+        """The semantics that a run of this strategy is judged by; an order of arrival may be the case's own."""
+        if self.semantics is None or case.semantics.staleness.versions == "arrivals":
+            return case.semantics
+        return self.semantics if isinstance(self.semantics, Semantics) else self.semantics(case)
+
+
+KINDS_OF_CASES = {
+    "": "synchronous updates",
+    "pipeline": "a pipeline that is never flushed",
+    "server": "workers and parameter servers",
+}
 
 
 def is_ragged(case: Case) -> bool:

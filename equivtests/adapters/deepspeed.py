@@ -84,7 +84,7 @@ class DeepSpeed(TorchAdapter):
     # ------------------------------------------------------------------ one update
 
     def forward_backward(self, k: int, batch: MicroBatch, last: bool) -> Tensor:
-        self.engine.set_train_batch_size(self.counts.microbatches * self.ranks.world)  # may be fewer than configured
+        self.engine.set_train_batch_size(self.counts.microbatches * self.averaged())  # may be fewer than configured
         self.engine.set_gradient_accumulation_boundary(last)
         objective = self.objective(self.forward(self.engine, batch), k, batch)
         return self.engine.backward(objective, scale_wrt_gas=self.means)

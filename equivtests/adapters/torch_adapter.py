@@ -137,8 +137,12 @@ class TorchAdapter(Adapter):
             self.show_update(observe, loss)
             self.clip(observe)
             self.advance(observe)
+        self.after_window(window.update)
         self.show_state(observe, window.update + 1)
         self.optimizer.zero_grad()
+
+    def after_window(self, update: int) -> None:
+        """Called after every window, whether or not a step was made in it, before what leaves it is shown."""
 
     def count(self, window: Window) -> Counts:
         """Tokens and rows of every micro-batch number, added up over all ranks."""
@@ -343,10 +347,13 @@ class TorchAdapter(Adapter):
         for name, buffer in self.buffers():
             show(observe, "buffer", name, buffer, update=update, replica=self.ranks.rank)
         here = Place((), replica=self.ranks.rank)
-        scalars = {"step": self.steps, "cursor": self.feed.position, "random_state": self.stream.draw}
-        for kind, value in scalars.items():
+        for kind, value in self.counters().items():
             observe(kind, kind, np.int64(value), update=update, place=here)
         observe("loss_scale", "loss_scale", np.float64(self.loss_scale), update=update, place=here)
+
+    def counters(self) -> dict[str, int]:
+        """Kind and value of what counts updates, windows and draws."""
+        return {"step": self.steps, "cursor": self.feed.position, "random_state": self.stream.draw}
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(canonical name, tensor) of the model's buffers, which every rank holds whole."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from equivtests.cases.layout import Layout
+from equivtests.cases.staleness import Staleness
 from equivtests.errors import CaseError
 
 SCHEMA = 1
@@ -176,6 +177,7 @@ class Semantics:
     decay: declared: decay as the case says; all / none: every / no parameter decays.
     master: none: the optimizer steps the weights themselves; float32: it steps a float32 copy of them, from gradients cast
         to float32, and the weights are that copy cast back.
+    staleness: which weights gradients are computed at, and when they are applied.
     """
 
     denominator: Literal["window", "microbatch", "rank", "rank-microbatch", "rows"] = "window"
@@ -185,6 +187,8 @@ class Semantics:
     clip_scope: Literal["global", "none"] = "global"
     decay: Literal["declared", "all", "none"] = "declared"
     master: Literal["none", "float32"] = "none"
+    staleness: Staleness = Staleness()
+    LATER: ClassVar[frozenset[str]] = frozenset({"staleness"})
 
     def describe(self) -> list[str]:
         """What differs from one device's semantics, as `field = value` lines."""
@@ -206,6 +210,9 @@ class Case:
     `accumulation`: the configured number of micro-batches per rank and update; a window may have fewer, or unequal
     numbers. `magnitude`: a power of two on the loss. `semantics.denominator`: the span that the token total is taken over.
     `lengths`: sequence length by micro-batch number, over and over; (): model.length everywhere.
+    `asynchronous`: what the windows are made for. pipeline: mini-batches that overlap in a pipeline which is never flushed;
+    server: each window holds what one worker computes a gradient of, and ranks that are never fed are parameter servers.
+    `worker`: the data rank that trains alone, as in local SGD: windows hold its own rows only; None: all ranks together.
     """
 
     name: str
@@ -219,8 +226,10 @@ class Case:
     seed: int = 0
     semantics: Semantics = field(default_factory=Semantics)
     lengths: tuple[int, ...] = ()
+    asynchronous: Literal["", "pipeline", "server"] = ""
+    worker: int | None = None
     schema: int = SCHEMA
-    LATER: ClassVar[frozenset[str]] = frozenset({"lengths"})
+    LATER: ClassVar[frozenset[str]] = frozenset({"lengths", "asynchronous", "worker"})
 
     def __post_init__(self) -> None:
         validate(self)
@@ -245,7 +254,12 @@ class Case:
 
     def tokens(self, update: int) -> int:
         """Valid tokens of a whole window."""
-        return sum(n for rank in self.windows[update] for micro in rank for n in micro)
+        return sum(n for rank in self.feeding(update) for micro in rank for n in micro)
+
+    def feeding(self, update: int) -> tuple[tuple[Rows, ...], ...]:
+        """By data rank, the micro-batches of a window; none of ranks that have no part in it."""
+        ranks = self.windows[update]
+        return ranks if self.worker is None else tuple(m if r == self.worker else () for r, m in enumerate(ranks))
 
     def replace(self, **changes: Any) -> Case:
         return dataclasses.replace(self, **changes)
@@ -286,6 +300,8 @@ def _rules(case: Case) -> list[tuple[bool, str]]:
         (all(len(w) == layout.dp for w in case.windows), f"every window needs {layout.dp} ranks (layout.dp)"),
         (all(0 <= n <= model.length for n in counts), f"valid tokens must lie in 0..{model.length} (model.length)"),
         *_length_rules(case),
+        *case.semantics.staleness.problems(case.updates, layout.stage_count),
+        (case.worker is None or 0 <= case.worker < layout.dp, f"worker must be one of {layout.dp} ranks (layout.dp)"),
         (len(counts) <= MAX_SAMPLES, f"{len(counts)} samples; a case holds at most {MAX_SAMPLES}"),
         (case.accumulation >= 1, "accumulation must be at least 1"),
         (_longest(case) <= case.accumulation, f"a rank has more micro-batches than accumulation {case.accumulation}"),

@@ -24,7 +24,7 @@ class Fixture:
     name: str
     mistake: str
     source: str
-    chapter: Literal["update", "restore", "ledger"]
+    chapter: Literal["update", "restore", "replay", "ledger"]
     faulty: str
     correct: str
     strategy: str

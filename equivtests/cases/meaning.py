@@ -34,8 +34,9 @@ MEANING = {
 
 def in_words(semantics: Semantics) -> list[str]:
     """What differs from one device's rules, each as `field = value: plain words`."""
-    return [
+    plain = [
         f"{f.name} = {value}: {MEANING[f.name, value]}"
         for f in fields(semantics)
-        if (value := getattr(semantics, f.name)) != f.default
+        if f.name != "staleness" and (value := getattr(semantics, f.name)) != f.default
     ]
+    return [*plain, *semantics.staleness.in_words()]

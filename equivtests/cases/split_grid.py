@@ -271,6 +271,7 @@ def split_named(name: str, grid: tuple[SplitRow, ...] = SPLIT_GRID) -> Case | No
     for line in grid:
         label = plain.removeprefix(f"{line.name}-")
         layout = layout_of(label)
-        if layout is not None and layout.splits and label == layout.label:
+        known = layout is not None and (layout.splits or label in line.layouts + line.more)
+        if known and layout is not None and label == layout.label:
             return line.make(layout, int(seed))
     return None

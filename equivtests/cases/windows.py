@@ -149,6 +149,15 @@ class Feed:
         """Continue with the window of update `position`."""
         self.position = position
 
+    def ahead(self, update: int) -> Window | None:
+        """The window of an update that is not due yet, or None after the end of the case; the position stays.
+
+        For a pipeline that is kept full: it takes windows before the updates that they are of, also beyond `stop`.
+        """
+        if update >= self.case.updates:
+            return None
+        return window_of(self.case, update, self.case.layout.data_rank(self.rank))
+
     def __len__(self) -> int:
         """Number of windows that are still to come."""
         return max(0, self.stop - self.position)

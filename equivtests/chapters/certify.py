@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from equivtests.chapters.ledger import run_ledger
+from equivtests.chapters.replay import run_replay
 from equivtests.chapters.restore import run_restore
 from equivtests.chapters.run import Chapter, Result, Run
 from equivtests.chapters.update import run_update
@@ -16,6 +17,7 @@ from equivtests.ranks.pools import Runs
 CHAPTERS: dict[Chapter, Callable[..., Result]] = {
     "update": run_update,
     "restore": run_restore,
+    "replay": run_replay,
     "ledger": run_ledger,
 }
 """How a run of each chapter is made and judged."""

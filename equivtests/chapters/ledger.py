@@ -22,6 +22,6 @@ def run_ledger(pools: Runs, run: Run, threshold: float = THRESHOLD) -> Result:
 
 def judge_ledger_run(run: Run, record: Record, threshold: float = THRESHOLD) -> Result:
     """Judge a record that holds collectives, wherever it was made."""
-    expectation = expect(run.case, run.strategy.contract(run.case))
+    expectation = expect(run.case, run.contract)
     view = View(run.case, run.strategy, record, expectation, threshold)
     return finish(run, judge_ledger(view), view, [record])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 
@@ -26,6 +26,7 @@ from equivtests.cases.grid import (
     worlds_of,
 )
 from equivtests.cases.split_grid import SPLIT_GRID, SPLIT_RESTORE_CASES, split_cases, split_too_large
+from equivtests.cases.stale_grid import REPLAY_CASES, STALE_GRID, STALE_RESTORE_CASES
 from equivtests.chapters.run import Chapter, Run, seating_of
 from equivtests.errors import AdapterError, CaseError
 from equivtests.own import Loaded, loaded
@@ -163,10 +164,14 @@ def plan(
     exactly: every case on `nproc` ranks, no fewer.
     Raises AdapterError for an unknown strategy name, ModelError for a model that cannot serve as a reference.
     """
-    own = use_model(model) if model else None
+    own, seeds = use_model(model) if model else None, tuple(seeds)
     lines = None if own is None else own_grid(model, own.model.length, own.model.learning_rate)
     wanted, found = set(strategies), Plan(too_large=too_large(tier, nproc, lines, exactly), model=model)
-    grids = {seed: list(all_cases(tier, nproc, seed, lines, exactly)) for seed in seeds}
+    grids = {
+        (seed, part): list(all_cases(part, nproc, seed, lines, exactly))
+        for seed in seeds
+        for part in {tier, tier_of_variants(tier)}
+    }
     known: set[str] = set()
     for spec in adapters:
         claims = claims_of(spec)
@@ -180,11 +185,17 @@ def plan(
                 found.strategies.append(strategy.name)
                 found.unmatched += unmatched(strategy)
                 found.too_large += [t for t in split_too_large_for(strategy, tier, nproc) if t not in found.too_large]
-                for seed, grid in grids.items():
-                    add_strategy(found, spec, claims, strategy, tier, grid, first=seed == min(grids))
+                part = tier_of_variants(tier) if strategy.variant and spec in BUILTIN else tier
+                for seed in seeds:
+                    add_strategy(found, spec, claims, strategy, part, grids[seed, part], first=seed == min(seeds))
     if wanted - known:
         raise AdapterError(f"--strategy {sorted(wanted - known)[0]}: unknown; known are {', '.join(sorted(known))}")
     return found
+
+
+def tier_of_variants(tier: Tier) -> Tier:
+    """What variants of other strategies run in a tier: by default the quick cases."""
+    return "quick" if tier == "default" else tier
 
 
 def all_cases(tier: Tier, nproc: int, seed: int, lines: tuple[Row, ...] | None, exactly: bool) -> Iterator[Case]:
@@ -192,18 +203,24 @@ def all_cases(tier: Tier, nproc: int, seed: int, lines: tuple[Row, ...] | None, 
     yield from cases(tier, nproc, seed, lines, exactly)
     if lines is None:
         yield from split_cases(tier, nproc, seed, exactly)
+        yield from split_cases(tier, nproc, seed, exactly, STALE_GRID)
 
 
 def split_too_large_for(strategy: Strategy, tier: Tier, nproc: int) -> list[tuple[str, int]]:
     """(case name, world) of the split models in a strategy's grid that need more ranks than `nproc`."""
-    return [(name, lay.world) for name, lay in split_too_large(tier, nproc) if strategy.meant_for(lay)]
+    grid = STALE_GRID if strategy.asynchronous else SPLIT_GRID
+    return [
+        (name, lay.world)
+        for name, lay in split_too_large(tier, nproc, grid)
+        if strategy.meant_for(lay, strategy.asynchronous)
+    ]
 
 
 def unmatched(strategy: Strategy) -> list[str]:
     """Declared divergences whose pattern fits no case of the whole grid: a slip of the pen, or an entry to remove."""
     sizes = {nproc for row in GRID for nproc in row.worlds}
     names = {f"{row.name}-w{world}" for row in GRID for nproc in sizes for world in worlds_of(row, nproc)}
-    names |= {f"{row.name}-{label}" for row in SPLIT_GRID for label in row.layouts + row.more}
+    names |= {f"{row.name}-{label}" for row in SPLIT_GRID + STALE_GRID for label in row.layouts + row.more}
     return [
         f"known divergence {k.case!r} of {strategy.name} matches no case of the grid"
         for k in strategy.known
@@ -216,24 +233,28 @@ def add_strategy(
 ) -> None:
     """Add the runs of one strategy on one seed; what is kept and what travels is looked at on the first seed alone."""
     seating = seating_of(claims)
-    for case in (case for case in grid if strategy.meant_for(case.layout)):
+    for case in (case for case in grid if strategy.meant_for(case.layout, case.asynchronous)):
         reason = strategy.refusal(case) or reference_refusal(case)
         if reason is not None:
             if first:
                 found.not_claimed.append(NotClaimed(strategy.name, case.name, reason))
             continue
-        case = usable(case, strategy.contract(case))
+        case = usable(case, strategy.contract)
         found.runs.append(Run("update", spec, strategy, case, seating))
         if not first:
             continue
         if strategy.restores and includes(tier, restored_from(case)):
             found.runs.append(Run("restore", spec, strategy, case, seating))
+        if strategy.replays and includes(tier, REPLAY_CASES.get(row_of(case))):
+            found.runs.append(Run("replay", spec, strategy, case, seating))
         if strategy.algorithm is not None and includes(tier, tier_of(LEDGER_CASES, row_of(case))):
             found.runs.append(Run("ledger", spec, strategy, case, seating))
 
 
 def restored_from(case: Case) -> Tier | None:
     """From which tier on a case is restored, too (None: never)."""
+    if case.asynchronous:
+        return STALE_RESTORE_CASES.get(row_of(case))
     if case.layout.splits:
         return SPLIT_RESTORE_CASES.get(row_of(case))
     return tier_of(RESTORE_CASES | OWN_RESTORE_CASES, row_of(case))
@@ -251,16 +272,22 @@ def row_of(case: Case) -> str:
     return re.sub(r"-s\d+$", "", case.name)
 
 
-@lru_cache(maxsize=4096)
-def usable(case: Case, semantics: Semantics) -> Case:
-    """The case, or the same with the next seed that under these rules keeps its distance from discontinuities."""
-    if case.seed == 0 and semantics == case.semantics:
+def usable(case: Case, contract: Callable[[Case], Semantics]) -> Case:
+    """The case, or the same with the next seed that under its rules keeps its distance from discontinuities."""
+    if case.seed == 0 and contract(case) == case.semantics:
         return case  # a test shows that the grid itself keeps its distance
     for attempt in range(64):
         candidate = case.replace(seed=case.seed + attempt * SEED_STRIDE)
-        try:
-            refuse_discontinuities(trajectory(candidate, semantics))
-        except CaseError:
-            continue
-        return candidate
+        if keeps_distance(candidate, contract(candidate)):
+            return candidate
     raise CaseError(f"case {case.name!r}: no seed near {case.seed} keeps its distance from discontinuities")
+
+
+@lru_cache(maxsize=4096)
+def keeps_distance(case: Case, semantics: Semantics) -> bool:
+    """Whether rounding cannot change a branch of a case under these rules."""
+    try:
+        refuse_discontinuities(trajectory(case, semantics))
+    except CaseError:
+        return False
+    return True

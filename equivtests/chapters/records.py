@@ -7,7 +7,7 @@ A record directory holds `record.json` (format, case, strategy, world, device, s
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -38,6 +38,8 @@ def write_record(directory: Path, case: Case, strategy: Strategy, record: Record
     for old in directory.glob("rank-*"):
         old.unlink()
     device = cast(Literal["cpu", "cuda"], record.device)
+    if callable(strategy.semantics):
+        strategy = replace(strategy, semantics=strategy.contract(case))  # the rule itself, of this case
     header = to_json(Header(FORMAT, case, strategy, record.world, device, record.start))
     (directory / "record.json").write_text(json.dumps(header, indent=1, sort_keys=True) + "\n")
     for rank in range(record.world):

@@ -32,7 +32,7 @@ def run_restore(pools: Runs, run: Run, threshold: float = THRESHOLD) -> Result:
 
 def judge_restore(run: Run, whole: Record, restored: Record, threshold: float = THRESHOLD) -> Result:
     """Judge the records of an uninterrupted and of a restored run."""
-    expectation = expect(run.case, run.strategy.contract(run.case))
+    expectation = expect(run.case, run.contract)
     before = View(run.case, run.strategy, whole, expectation, threshold)
     restored = going_on(restored)
     after = View(run.case, run.strategy, restored, expectation, threshold)

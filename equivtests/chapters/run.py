@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from equivtests.adapters.adapter import Claims, KnownDivergence, Strategy
-from equivtests.cases.case import Case
+from equivtests.cases.case import Case, Semantics
 from equivtests.cases.meaning import in_words
 from equivtests.explain.report import reproduce
 from equivtests.judge.check import Check, Judgement, Verdict
 from equivtests.own import claim
 from equivtests.ranks.job import Failure, Job, Seating
 from equivtests.record.observation import Record
+from equivtests.reference.versions import indistinguishable
 
-Chapter = Literal["update", "restore", "ledger"]
+Chapter = Literal["update", "restore", "replay", "ledger"]
 COUNTED = ("collectives", "bytes")  # what the ledger chapter judges, and no other
 
 
@@ -39,6 +40,20 @@ class Run:
     @property
     def id(self) -> str:
         return f"{self.strategy.name}-{self.case.name}"
+
+    @property
+    def contract(self) -> Semantics:
+        """The rule that the run is judged by. A checkpoint that drains a pipeline is a part of it."""
+        declared = self.strategy.contract(self.case)
+        if self.chapter != "restore" or not self.strategy.drains:
+            return declared
+        return replace(declared, staleness=replace(declared.staleness, drains=(self.case.save_after,)))
+
+    @property
+    def cannot_tell(self) -> list[str]:
+        """Schemes of weight versions that the case is too short, or has too few stages, to tell from the declared one."""
+        stale = self.case.asynchronous == "pipeline" and self.contract.staleness.versions != "newest"
+        return [str(name) for name in indistinguishable(self.case, self.contract)] if stale else []
 
     @property
     def caveats(self) -> list[str]:
@@ -100,7 +115,8 @@ class Result:
             "resolution": self.judgement.resolution(),
             "exact": self.run.case.exact,
             "precision": self.run.case.precision.label,
-            "semantics": in_words(self.run.strategy.contract(self.run.case)),
+            "semantics": in_words(self.run.contract),
+            "cannot_tell": self.run.cannot_tell,
             "first": None
             if first is None
             else {"quantity": first.quantity, "update": first.update, "name": first.name},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from equivtests.chapters.run import Result, Run
 from equivtests.explain.report import explain, explain_failure
+from equivtests.judge.arrivals import settled
 from equivtests.judge.check import Judgement, Verdict
 from equivtests.judge.judge import judge_view
 from equivtests.judge.tolerance import THRESHOLD
@@ -28,9 +29,9 @@ def conclude(run: Run, outcome: Outcome, threshold: float = THRESHOLD) -> Result
 
 def judge_update(run: Run, record: Record, threshold: float = THRESHOLD) -> Result:
     """Judge a record of an update run, wherever it was made."""
-    expectation = expect(run.case, run.strategy.contract(run.case))
-    view = View(run.case, run.strategy, record, expectation, threshold)
-    return finish(run, judge_view(view), view, [record])
+    contract, disorder = settled(run.case, run.contract, record)
+    view = View(run.case, run.strategy, record, expect(run.case, contract), threshold)
+    return finish(run, Judgement(disorder) if disorder else judge_view(view), view, [record])
 
 
 def finish(run: Run, judgement: Judgement, view: View, records: list[Record]) -> Result:

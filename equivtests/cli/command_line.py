@@ -1,4 +1,5 @@
-"""The command line: list, certify, run, timeline, reproduce, export, check-record, judge, shrink, adapter-check, doctor.
+"""The command line: list, certify, run, timeline, explain-versions, reproduce, export, check-record, judge, shrink,
+adapter-check, doctor.
 
 Where a launcher (torchrun, srun, Ray) started this process as one of several, the commands that need ranks use those.
 """
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from equivtests import __version__
 from equivtests.chapters.plan import use_model
-from equivtests.cli import listing, options, records, runs, shrinking, timeline
+from equivtests.cli import listing, options, records, runs, shrinking, timeline, versions
 from equivtests.errors import EquivtestsError
 from equivtests.ranks.launch import Launch, launch_of
 from equivtests.ranks.leader import LaunchedPools, follow
@@ -74,6 +75,8 @@ def parser() -> argparse.ArgumentParser:
     options.on_ranks(running)
     running.add_argument("--keep-records", type=Path, metavar="DIR", help="keep what the ranks observed")
     timeline.add_options(command("timeline", timeline.show_timeline, "show what the ranks of a pipeline run, and when"))
+    about = "show which weights the stages of an asynchronous pipeline use"
+    versions.add_options(command("explain-versions", versions.explain_versions, about))
     replay = command("reproduce", runs.reproduce, "replay a fixture: with its mistake, or with an adapter of yours")
     replay.add_argument("fixture", metavar="FIXTURE.json")
     options.on_ranks(replay)

@@ -9,7 +9,8 @@ from pathlib import Path
 from equivtests.adapters.builtin import BUILTIN
 from equivtests.cases.case import Case, loads
 from equivtests.cases.grid import TIERS, named, own_grid
-from equivtests.cases.split_grid import split_named
+from equivtests.cases.split_grid import SPLIT_GRID, split_named
+from equivtests.cases.stale_grid import STALE_GRID
 from equivtests.chapters.plan import claims_of, use_model
 from equivtests.chapters.run import Run, seating_of
 from equivtests.errors import AdapterError, CaseError
@@ -69,7 +70,7 @@ def case_of(options: argparse.Namespace) -> Case:
     own = use_model(options.model).model if options.model else None
     if own is not None:
         return named(options.case, own_grid(options.model, own.length, own.learning_rate))
-    return split_named(options.case) or named(options.case)
+    return split_named(options.case, SPLIT_GRID + STALE_GRID) or named(options.case)
 
 
 def text_of(path: Path) -> str:

@@ -99,6 +99,8 @@ def chapter_refusal(strategy: Strategy, chapter: Chapter) -> str | None:
     """Why a strategy is not judged in a chapter."""
     if chapter == "restore" and not strategy.restores:
         return "restoring"
+    if chapter == "replay" and not strategy.replays:
+        return "replaying"
     if chapter == "ledger" and strategy.algorithm is None:
         return "the ledger: it declares no algorithm"
     return None

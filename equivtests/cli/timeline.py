@@ -14,12 +14,15 @@ from equivtests.cli.options import case_of, on_ranks, only_run, pools_of
 from equivtests.cli.runs import OK, print_result
 from equivtests.errors import AdapterError, CaseError
 from equivtests.judge.schedule import Versions, pipeline_of
+from equivtests.judge.versions import observed_versions, pipelines, run_of
 from equivtests.judge.view import View
 from equivtests.reference.expectation import expect
 from equivtests.reference.schedules import SCHEDULES, prescribed
 from equivtests.reference.stages import cut_by_cost
 from equivtests.reference.timeline import EQUAL, Costs, Timeline
+from equivtests.reference.versions import table_of
 from equivtests.report.timeline import orders, svg, text
+from equivtests.report.versions import text as version_text
 
 WHAT = (
     "choose what to show: --schedule NAME --stages S --microbatches M (what it prescribes), "
@@ -101,7 +104,10 @@ def show_what_ran(options: argparse.Namespace) -> int:
     with closing(pools_of(options, run.case.layout.world)) as pools:
         result = certify(pools, run, confirm=False)
     for record in result.records[:1]:
-        view = View(run.case, run.strategy, record, expect(run.case, run.strategy.contract(run.case)))
+        view = View(run.case, run.strategy, record, expect(run.case, run.contract))
+        if run.case.asynchronous:
+            show_stale_run(view, options.svg)
+            continue
         for number, ranks in enumerate(run.case.layout.partition("pp")):
             show_pipeline(view, options.update, ranks, options.svg and numbered(options.svg, number))
     print_result(result)
@@ -118,7 +124,7 @@ def refuse_without_timeline(run: Run, update: int) -> None:
         raise AdapterError(f"strategy {run.strategy.name} shows no timeline; `equivtests list` names the schedules")
     if not 0 <= update < run.case.updates:
         raise CaseError(f"--update {update}: {run.case.name} has the updates 0 to {run.case.updates - 1}")
-    if expect(run.case, run.strategy.contract(run.case)).steps[update].skipped:
+    if expect(run.case, run.contract).steps[update].skipped:
         raise CaseError(f"--update {update}: it has no valid token, so that nothing runs; choose another")
 
 
@@ -130,6 +136,20 @@ def show_pipeline(view: View, update: int, ranks: Group, picture: Path | None) -
         print(f"no timeline: {error}\n")
         return
     print(drawn(timeline, str(view.strategy.schedule), versions, picture), end="\n\n")
+
+
+def show_stale_run(view: View, picture: Path | None) -> None:
+    """The whole run of pipelines that are never flushed: its timeline, and the versions, prescribed beside observed."""
+    table = table_of(view.case, view.expectation.semantics.staleness)
+    for number, ranks in enumerate(pipelines(view)):
+        print(f"{view.strategy.name} on {view.case.name}, all updates, ranks {', '.join(map(str, ranks))}")
+        try:
+            timeline, versions = run_of(view, ranks)
+        except ValueError as error:
+            print(f"no timeline: {error}\n")
+            continue
+        print(drawn(timeline, "", versions, picture and numbered(picture, number)), end="\n\n")
+        print(version_text(table, observed_versions(view, ranks)), end="\n\n")
 
 
 def drawn(timeline: Timeline, schedule: str, versions: Versions, picture: Path | None) -> str:

@@ -13,6 +13,14 @@ import numpy as np
 
 from equivtests.cases.case import Semantics
 from equivtests.cases.meaning import MEANING
+from equivtests.cases.staleness import SCHEME_MEANING, Staleness
+from equivtests.explain.arrivals import (
+    applied_otherwise,
+    arrived,
+    dropped_counted,
+    of_another_version,
+    rate_of_late,
+)
 from equivtests.explain.axes import (
     axes_that_differ,
     counted_along,
@@ -24,7 +32,9 @@ from equivtests.explain.axes import (
     wrong_parts,
     wrong_positions,
 )
+from equivtests.explain.delayed import another_window
 from equivtests.explain.factors import factor_on_gradients, factor_on_loss, factor_on_scalar, named_factor
+from equivtests.explain.local import averaged_state, other_average, reduced_gradient
 from equivtests.explain.microbatches import factors_of_microbatches, targets_of_another, wrong_stages
 from equivtests.explain.parts import (
     Arrays,
@@ -41,10 +51,13 @@ from equivtests.explain.parts import (
 from equivtests.judge.check import Check
 from equivtests.judge.checks import applied_once, applied_under, truth_at
 from equivtests.judge.feeds import fed
+from equivtests.judge.local import averages
+from equivtests.judge.truth import seen_by
 from equivtests.judge.view import View
 from equivtests.reference import update as one
 from equivtests.reference.forward import Weights
 from equivtests.reference.rows import rows_of, token_coefficients
+from equivtests.reference.versions import RULES, made_before
 
 Lines = Iterator[str]
 
@@ -292,16 +305,35 @@ def other_semantics(view: View, check: Check) -> Lines:
     shown = observed(view, check.update)
     if not shown or not view.names("weight", check.update):
         return
-    weights = {n: w.double() for n, w in view.tensors("weight", check.update).items()}
-    draw, truth = view.expectation.steps[check.update].steps, truth_at(view, check.update).values
+    weights = {n: w.double() for n, w in seen_by(view, check.update).forward.items()}
+    draw, truth = made_before(view.case, check.update), truth_at(view, check.update).values
     for field, value, semantics in alternatives(
         view.expectation.semantics, ("denominator", "auxiliary", "reduction", "accumulation")
     ):
         found = one.gradients(view.case, semantics, check.update, draw, weights).values
         if same(found, truth, view):
             continue  # this case cannot tell the two apart
-        if set(found) == set(shown) and all(close(shown[n], g.numpy(), view) for n, g in found.items()):
+        if same_as_shown(found, shown, view):
             yield f"the gradients are those of `{field} = {value}`: {MEANING[field, value]}"
+
+
+def other_versions(view: View, check: Check) -> Lines:
+    """The schemes of weight versions under which the observed gradients would be right."""
+    rule, shown = view.expectation.semantics.staleness, observed(view, check.update)
+    if not view.case.asynchronous and rule == Staleness():
+        return
+    for name in (name for name in RULES if name != rule.versions):
+        other = dataclasses.replace(rule, versions=name, table=(), arrivals=())
+        used, draw = seen_by(view, check.update, other), made_before(view.case, check.update)
+        found = one.gradients(
+            view.case, view.expectation.semantics, check.update, draw, used.forward, backward=used.backward
+        ).values
+        if not same(found, truth_at(view, check.update).values, view) and same_as_shown(found, shown, view):
+            yield f"the gradients are those of `versions = {name}`: {SCHEME_MEANING[name]}"
+
+
+def same_as_shown(found: Weights, shown: dict[str, np.ndarray], view: View) -> bool:
+    return set(found) == set(shown) and all(close(shown[n], g.numpy(), view) for n, g in found.items())
 
 
 def same(found: Weights, truth: Weights, view: View) -> bool:
@@ -311,6 +343,8 @@ def same(found: Weights, truth: Weights, view: View) -> bool:
 
 def other_rule(view: View, check: Check) -> Lines:
     """Another decay rule, no clipping, or a copy in another precision, under which the observed weights would be right."""
+    if averages(view, check.update):
+        return
     shown = {n: w.double() for n, w in view.tensors("weight", check.update + 1).items()}
     declared, _ = applied_once(view, check.update)
     for field, value, semantics in alternatives(view.expectation.semantics, ("decay", "clip_scope", "master")):
@@ -326,23 +360,25 @@ def other_rule(view: View, check: Check) -> Lines:
 Explanation = Callable[[View, Check], Lines]
 
 TOGETHER: dict[str, tuple[Explanation, ...]] = {
-    "step": (factor_on_scalar,),
+    "step": (dropped_counted, factor_on_scalar),
+    "arrivals": (arrived,),
     "loss scale": (factor_on_scalar,),
     "samples": (fed_by_ranks,),
     "tokens": (counted_by_ranks, counts_along),
     "dropout mask": (one_mask_for_all,),
     "output": (wrong_parts, wrong_positions),
-    "loss": (factor_on_loss, steps_made, other_semantics, one_term, targets_of_another),
+    "loss": (factor_on_loss, other_versions, of_another_version, steps_made, other_semantics, one_term, targets_of_another),
     "gradient": (
-        wrong_parts, factor_on_gradients, steps_made, other_semantics, one_term, missing_cross_terms, not_finite,
-        like_a_rounding, factors_of_microbatches, wrong_stages,
+        wrong_parts, factor_on_gradients, reduced_gradient, other_versions, of_another_version, steps_made,
+        other_semantics, one_term, missing_cross_terms, not_finite, like_a_rounding, factors_of_microbatches, wrong_stages,
         first_wrong_on_the_way_back,
     ),
     "initial weights": (wrong_parts,),
     "norm": (factor_on_scalar, counted_along),
     "clip coefficient": (factor_on_scalar,),
-    "learning rate": (factor_on_scalar,),
-    "weight update": (wrong_parts, other_rule),
+    "learning rate": (rate_of_late, factor_on_scalar),
+    "weight update": (wrong_parts, other_average, another_window, applied_otherwise, other_rule),
+    "optimizer state": (averaged_state,),
     "buffer": (statistics_of,),
 }  # fmt: skip
 """What to try on a quantity that is wrong, and alike on all ranks."""

@@ -12,6 +12,7 @@ from equivtests.explain.factors import named_factor
 from equivtests.explain.parts import close, coefficients, of_rows
 from equivtests.judge.check import Check
 from equivtests.judge.checks import number, truth_at
+from equivtests.judge.truth import seen_by
 from equivtests.judge.view import View
 from equivtests.reference import update as one
 from equivtests.reference.forward import batch_of, row_sums
@@ -93,7 +94,7 @@ def shifted(rows: Rows, shift: int) -> Rows | None:
 def loss_of(view: View, update: int, rows: Rows) -> float:
     """The loss of rows at the observed weights, with the factors of the window."""
     case, draw = view.case, view.expectation.steps[update].steps
-    weights = {n: w.double() for n, w in view.tensors("weight", update).items()}
+    weights = {n: w.double() for n, w in seen_by(view, update).forward.items()}
     batch = batch_of(case.model, case.seed, draw, rows, torch.arange(len(rows)), torch.float64)
     with torch.no_grad():
         return float(one.objective(case, row_sums(weights, batch), *coefficients(view, update), rows.micro))

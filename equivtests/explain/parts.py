@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 
+from equivtests.judge.truth import seen_by
 from equivtests.judge.view import View
 from equivtests.reference import update as one
 from equivtests.reference.expectation import trained_names
@@ -35,7 +36,7 @@ def part(
     """Gradients at the observed weights with factors (N,) of the caller's own, of one loss term or ("") of all."""
     case, rows = view.case, rows_of(view.case, update)
     trained = trained_names(case)
-    leaves = {n: w.double().requires_grad_(n in trained) for n, w in view.tensors("weight", update).items()}
+    leaves = {n: w.double().requires_grad_(n in trained) for n, w in seen_by(view, update).forward.items()}
     everything = torch.arange(len(rows))
     draw = view.expectation.steps[update].steps
     sums = row_sums(leaves, batch_of(case.model, case.seed, draw, rows, everything, torch.float64))
@@ -74,7 +75,7 @@ def across_ranks(view: View, update: int) -> Arrays:
 
 def hidden_mean(view: View, update: int, rows: Rows, chosen: np.ndarray) -> np.ndarray | None:
     """Mean hidden activation of the chosen rows (bool (N,)), or None if there is none."""
-    leaves = {n: w.double() for n, w in view.tensors("weight", update).items()}
+    leaves = {n: w.double() for n, w in seen_by(view, update).forward.items()}
     index = torch.from_numpy(np.flatnonzero(chosen))
     draw = view.expectation.steps[update].steps
     batch = batch_of(view.case.model, view.case.seed, draw, rows, index, torch.float64)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from equivtests.explain.diagnose import diagnose
 from equivtests.judge.check import Check, Judgement, Verdict
+from equivtests.judge.local import averages, of_worker
 from equivtests.judge.tolerance import UPDATE_BOUND
 from equivtests.judge.view import View
 from equivtests.ranks.job import Failure
@@ -22,7 +23,7 @@ def explain(run: Run, view: View, judgement: Judgement) -> list[str]:
     if check is None:
         return []
     lines = [headline(run, check), *(f"  {line}" for line in details(view, check))]
-    lines += [f"  {line}" for line in diagnose(view, check)]
+    lines += [f"  {line}" for line in diagnose(*of_worker(view, check))]
     others = sum(c.verdict is check.verdict for c in judgement.checks) - 1
     if others:
         lines.append(f"  {others} more checks of this update did not pass; what follows from the first is not listed")
@@ -56,9 +57,9 @@ def details(view: View, check: Check) -> list[str]:
 
 
 def allowed(view: View, check: Check) -> float:
-    bitwise = check.quantity in ("weight update", "optimizer state") and view.bitwise
     own = check.quantity in ("weight update", "optimizer state")
-    return 0.0 if bitwise else UPDATE_BOUND if own else view.threshold
+    mean = check.quantity == "weight update" and averages(of_worker(view, check)[0], check.update)
+    return 0.0 if own and view.bitwise and not mean else UPDATE_BOUND if own else view.threshold
 
 
 def reproduce(run: Run) -> str:

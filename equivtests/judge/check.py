@@ -27,6 +27,9 @@ QUANTITIES = (
     "restored random state",
     "restored loss scale",
     "restored schedule",
+    "replayed state",
+    "replayed arrivals",
+    "replayed gradients",
     "initial weights",
     "cursor",
     "step",
@@ -35,6 +38,8 @@ QUANTITIES = (
     "samples",
     "tokens",
     "schedule",
+    "arrivals",
+    "versions",
     "dropout mask",
     "routing",
     "output",
@@ -49,12 +54,13 @@ QUANTITIES = (
     "buffer",
     "collectives",
     "bytes",
+    "live versions",
     "trajectory",
     "vacuity",
 )
 """Compared quantities in causal order: within an update, the first that differs is the one that is reported."""
 
-LATE = ("collectives", "bytes", "trajectory", "vacuity")  # of the whole run, not of one update
+LATE = ("collectives", "bytes", "live versions", "trajectory", "vacuity")  # of the whole run, not of one update
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,21 @@ import numpy as np
 
 from equivtests.cases.case import Semantics
 from equivtests.cases.parameters import initial
+from equivtests.judge.arrivals import arrivals
 from equivtests.judge.check import Check, Verdict
 from equivtests.judge.feeds import fed
 from equivtests.judge.forward import masks, outputs, routing
 from equivtests.judge.schedule import schedule
 from equivtests.judge.tolerance import Distance, elementwise, equal, radius_floor, rounded
 from equivtests.judge.truth import truth_at
+from equivtests.judge.versions import live, stream, versions
 from equivtests.judge.view import View
 from equivtests.own import UNKNOWN, loaded
 from equivtests.reference import update as one
 from equivtests.reference.expectation import layer_of, loss_unit, trained_names
 from equivtests.reference.forward import Weights
 from equivtests.reference.rows import rows_of
+from equivtests.reference.versions import indistinguishable, made_before
 
 Checks = Iterator[Check]
 
@@ -232,7 +235,7 @@ def stepping(check: Callable[[View, int], Checks]) -> Callable[[View, int], Chec
     """Only where the optimizer steps."""
 
     def guarded(view: View, update: int) -> Checks:
-        if not view.expectation.steps[update].skipped:
+        if view.expectation.steps[update].applies is not None:
             yield from check(view, update)
 
     return guarded
@@ -242,13 +245,15 @@ def applied_under(view: View, update: int, semantics: Semantics) -> tuple[Weight
     """The reference optimizer on what was observed: weights, state, gradients and clip coefficient."""
     weights = view.tensors("weight", update)
     expected = view.expectation.steps[update]
-    if expected.skipped:
+    window = expected.applies
+    if window is None:
         return weights, states_of(view, update)
-    clip, rate = number(view, "clip", update), number(view, "lr", update)
-    coefficient = expected_clip(view, update) if clip is None else clip
+    source = view.at(window)
+    clip, rate = number(source, "clip", window), number(view, "lr", update)
+    coefficient = expected_clip(source, window) if clip is None else clip
     coefficient = 1.0 if semantics.clip_scope == "none" else coefficient
     used = expected.rate if rate is None else rate
-    found = view.tensors("gradient", update)
+    found = source.tensors("gradient", window)
     trained = [n for n in trained_names(view.case) if n in found and n in weights]
     values = {n: found[n] for n in trained if found[n].shape == weights[n].shape}
     return one.apply(view.case, semantics, expected.steps, weights, values, coefficient, states_of(view, update), used)
@@ -271,7 +276,8 @@ NO_STEP = (ArithmeticError, RuntimeError, TypeError, ValueError)
 
 def weight_update(view: View, update: int) -> Checks:
     """Weights after the step are those of the reference optimizer applied to the observed gradients and state."""
-    if not view.names("gradient", update) and not view.expectation.steps[update].skipped:
+    window = view.expectation.steps[update].applies
+    if window is not None and not view.at(window).names("gradient", window):
         return
     try:
         new, _ = applied_once(view, update)
@@ -417,6 +423,8 @@ def vacuity(view: View) -> Checks:
     idle_clip = view.case.optimizer.clip is not None and all(s.coefficient == 1 for s in steps)
     if all(step.skipped for step in steps):
         verdict, detail = Verdict.PASS, "every window is empty: nothing may change"
+    elif not tells_staleness(view):
+        verdict, detail = Verdict.INCONCLUSIVE, "too few updates: they cannot be told from those of one device"
     elif idle_clip and view.expectation.semantics.clip_scope != "none":
         verdict, detail = Verdict.FAIL, "the case asks for clipping, but no update reaches the threshold"
     elif moved <= view.threshold * unit:
@@ -424,6 +432,15 @@ def vacuity(view: View) -> Checks:
     else:
         verdict, detail = Verdict.PASS, ""
     yield Check("vacuity", view.case.updates - 1, "update", verdict, detail=detail)
+
+
+def tells_staleness(view: View) -> bool:
+    """Whether a case that is judged by a stale rule has updates in which it differs from one device's."""
+    rule, case = view.expectation.semantics.staleness, view.case
+    if rule.versions == "newest" and not rule.delay:
+        return True
+    applied = [step.applies for step in view.expectation.steps]
+    return applied != list(range(case.updates)) or "newest" not in indistinguishable(case, view.expectation.semantics)
 
 
 def sharding(view: View) -> Checks:
@@ -462,13 +479,18 @@ def loss_scale_of(view: View, update: int) -> float:
 
 def made(view: View, update: int) -> int:
     """Optimizer updates made before window `update`."""
-    return sum(not step.skipped for step in view.expectation.steps[:update])
+    return sum(step.applies is not None for step in view.expectation.steps[:update])
+
+
+def drawn(view: View, update: int) -> int:
+    """Draws of the dropout stream before window `update`: one for every window with a valid token, applied yet or not."""
+    return made_before(view.case, update)
 
 
 COUNTERS: tuple[Callable[[View, int], Checks], ...] = (
     scalar("cursor", "cursor", lambda view, update: update),
     scalar("step", "step", made),
-    scalar("random state", "random_state", made),
+    scalar("random state", "random_state", drawn),
     scalar("loss scale", "loss_scale", loss_scale_of),
 )
 """What counts updates; checked entering every update and after the last."""
@@ -479,6 +501,9 @@ PER_UPDATE: tuple[Callable[[View, int], Checks], ...] = (
     samples,
     tokens,
     schedule,
+    arrivals,
+    stream,
+    versions,
     masks,
     routing,
     outputs,
@@ -496,4 +521,4 @@ PER_UPDATE: tuple[Callable[[View, int], Checks], ...] = (
 )
 """The checks of one update, in causal order."""
 
-AT_THE_END: tuple[Callable[[View], Checks], ...] = (trajectory, vacuity, sharding)
+AT_THE_END: tuple[Callable[[View], Checks], ...] = (live, trajectory, vacuity, sharding)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from equivtests.adapters.adapter import Strategy
-from equivtests.cases.case import Case
+from equivtests.cases.case import Case, Semantics
 from equivtests.cases.parameters import parameters
+from equivtests.judge.arrivals import settled
 from equivtests.judge.assemble import incomplete
 from equivtests.judge.feeds import fed, sample_shapes
 from equivtests.record.observation import SINGLE, Observation, Record
@@ -45,7 +46,8 @@ class Form:
     parts: dict[tuple[str, int], dict[str, list[Observation]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.demanded = demands(self.case, self.strategy, self.record.start)
+        contract, _ = settled(self.case, self.strategy.contract(self.case), self.record)
+        self.demanded = demands(self.case, contract, self.strategy.observes, self.record.start)
         for o in self.record.observations:
             self.parts.setdefault((o.kind, o.update), {}).setdefault(o.name, []).append(o)
 
@@ -114,14 +116,15 @@ def words(kind: str, name: str) -> str:
     return kind if name == kind else f"{kind} {name}"
 
 
-def demands(case: Case, strategy: Strategy, start: int = 0) -> dict[int, dict[str, Names]]:
+def demands(case: Case, contract: Semantics, promised: Names, start: int = 0) -> dict[int, dict[str, Names]]:
     """What a run has to show, by update and kind, from the update `start` to the state after the last one."""
     found = {}
-    for update, step in enumerate(trajectory(case, strategy.contract(case)).steps):
-        made = [] if case.tokens(update) == 0 else of_update(case, frozenset(step.gradients))
-        found[update] = dict([*entering(case, step.steps), ("tokens", frozenset({"tokens"})), *made])
-    found[case.updates] = dict(entering(case, step.steps + bool(case.tokens(update))))
-    promised = strategy.observes
+    for update, step in enumerate(trajectory(case, contract).steps):
+        shown = [] if case.tokens(update) == 0 else of_window(case, frozenset(step.gradients))
+        made = [] if step.applies is None else of_update()
+        arrival = [("arrival", frozenset({"arrival"}))] if contract.staleness.versions == "arrivals" else []
+        found[update] = dict([*entering(case, step.steps), ("tokens", frozenset({"tokens"})), *shown, *made, *arrival])
+    found[case.updates] = dict(entering(case, step.steps + (step.applies is not None)))
     return {u: {k: n for k, n in kinds.items() if k in promised} for u, kinds in found.items() if u >= start}
 
 
@@ -135,10 +138,15 @@ def entering(case: Case, made: int) -> Iterator[tuple[str, Names]]:
         yield "buffer", SOME
 
 
-def of_update(case: Case, gradients: Names) -> Iterator[tuple[str, Names]]:
+def of_update() -> Iterator[tuple[str, Names]]:
     """What belongs to an update that is made."""
+    yield from ((kind, frozenset({kind})) for kind in ("lr", "weight_norm"))
+
+
+def of_window(case: Case, gradients: Names) -> Iterator[tuple[str, Names]]:
+    """What belongs to a window that has a valid token."""
     yield "inputs", SOME
-    yield from ((kind, frozenset({kind})) for kind in ("loss", "lr", "weight_norm"))
+    yield "loss", frozenset({"loss"})
     yield "gradient", gradients
     yield "bytes", SOME
     if case.optimizer.clip is not None:

@@ -9,13 +9,14 @@ import numpy as np
 from equivtests.judge.assemble import Whole, assemble, equal_bits
 from equivtests.judge.check import Check, Verdict
 from equivtests.judge.tolerance import equal, rounded
-from equivtests.judge.truth import observed_weights, truth_at
+from equivtests.judge.truth import seen_by, truth_at
 from equivtests.judge.view import View
 from equivtests.record.observation import Observation
 from equivtests.reference import update as one
 from equivtests.reference.expectation import loss_unit, output_distances
 from equivtests.reference.forward import dropout_masks
 from equivtests.reference.rows import rows_of
+from equivtests.reference.versions import made_before
 
 Checks = Iterator[Check]
 Fed = tuple[str, int, int]
@@ -161,6 +162,6 @@ def outputs(view: View, update: int) -> Checks:
 
 def truth_and_distances(view: View, update: int) -> tuple[np.ndarray, list[np.ndarray]]:
     """Outputs (N, L, V) at the observed weights, float64, and how far rounding to the case's precision leads away."""
-    draw = view.expectation.steps[update].steps
-    truth = one.outputs_at(view.case, update, draw, observed_weights(view, update)).numpy()
+    draw = made_before(view.case, update)
+    truth = one.outputs_at(view.case, update, draw, seen_by(view, update).forward).numpy()
     return truth, output_distances(view.case, view.expectation.semantics, update)

@@ -110,7 +110,7 @@ def prescribed(view: View, update: int, rank: int, algorithm: str, cut: Cut) -> 
     if is_split(algorithm):
         expected = split_expected(algorithm, share_of(view, update, rank, algorithm))
     else:
-        given = dataclasses.replace(ledger_input(view.case, view.strategy, update), cut=cut)
+        given = dataclasses.replace(ledger_input(view.case, view.strategy, update), cut=cut, rank=rank)
         expected = EXPECTED[algorithm](given)
     return by_name(view.case.layout, rank, expected)
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from equivtests.judge.arrivals import on_their_way, processed_before
 from equivtests.judge.assemble import Whole, equal_bits
 from equivtests.judge.check import Check, Judgement, Verdict
-from equivtests.judge.checks import applied_once
+from equivtests.judge.checks import applied_once, made
 from equivtests.judge.judge import failed, judge_view
+from equivtests.judge.local import named, views_of
 from equivtests.judge.tolerance import equal
 from equivtests.judge.view import View
 from equivtests.record.observation import Observation, Place, Record
@@ -35,16 +37,37 @@ def judge_restored(whole: View, restored: View) -> Judgement:
     First every state entering the first update after the restore, bit for bit; then the updates themselves, as any run.
     """
     update = whole.case.save_after
-    judgement = Judgement([check for stage in STAGES for check in stage(whole, restored, update)])
+    judgement = Judgement([*cursor(whole, restored, update), *layout(whole, restored, update)])
+    for before, after in zip(views_of(whole), views_of(restored), strict=True):
+        judgement.checks += [named(after, check) for stage in STATE_STAGES for check in stage(before, after, update)]
     if not failed(judgement.checks):
-        entering = applied_once(whole, update - 1)[1]
-        judgement.checks += judge_view(again(restored, entering=entering)).checks
+        entering = {} if whole.expectation.workers else applied_once(whole, update - 1)[1]
+        record = with_earlier_windows(whole, restored)
+        judgement.checks += judge_view(again(restored, record=record, entering=entering, earlier=whole)).checks
     return judgement
 
 
 def again(view: View, **changes: Any) -> View:
     """A view of the same record with other fields; the given one stays as it is."""
     return dataclasses.replace(view, **changes, parts={}, wholes={}, cache={})
+
+
+SHOWN_BEFORE = ("inputs", "tokens", "loss")
+"""What is shown when a gradient is computed, and is not shown again where the gradient is restored."""
+
+
+def with_earlier_windows(whole: View, restored: View) -> Record:
+    """The restored run's record, and what was shown before the save of windows with later numbers.
+
+    Of those processed before, everything; of those whose gradients were on their way, all but the gradients.
+    """
+    start, rule = restored.record.start, restored.expectation.semantics.staleness
+    fed_again = {o.update for o in restored.record.of("inputs")}
+    done = processed_before(rule, start) - fed_again
+    begun = on_their_way(rule, start, made(whole, start)) - fed_again
+    kinds = dict.fromkeys(SHOWN_BEFORE, begun | done) | {"gradient": done}
+    saved = [o for o in whole.record.observations if o.update >= start and o.update in kinds.get(o.kind, ())]
+    return dataclasses.replace(restored.record, observations=[*restored.record.observations, *saved])
 
 
 def going_on(record: Record) -> Record:
@@ -165,4 +188,4 @@ def same(whole: Whole | None, values: np.ndarray) -> bool:
     return whole is not None and not whole.problem and equal_bits(whole.values, values)
 
 
-STAGES = (cursor, layout, *(state(quantity, kind) for quantity, kind in STATES.items()))
+STATE_STAGES = tuple(state(quantity, kind) for quantity, kind in STATES.items())

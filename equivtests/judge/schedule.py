@@ -16,7 +16,7 @@ Versions = dict[Operation, int]
 
 def schedule(view: View, update: int) -> Iterator[Check]:
     """Every pipeline runs each micro-batch through each stage once, in its schedule's order, with the newest weights."""
-    if view.strategy.schedule is None or view.expectation.steps[update].skipped:
+    if view.strategy.schedule is None or view.case.asynchronous or view.expectation.steps[update].skipped:
         return
     if not view.observations("timeline", update):
         yield from view.absent("schedule", update, "timeline", "timeline")

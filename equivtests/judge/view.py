@@ -23,6 +23,7 @@ class View:
     """A record as the checks see it. Tensors are assembled once.
 
     entering: optimizer states that enter the first update of a restored run, where the strategy does not show them.
+    earlier: of a restored run, the one that was saved: what it showed before the save still matters where updates are stale.
     cache: what checks have computed of the record.
     """
 
@@ -32,6 +33,7 @@ class View:
     expectation: Expectation
     threshold: float = THRESHOLD
     entering: States = field(default_factory=dict)
+    earlier: View | None = None
     cache: dict[str, Any] = field(default_factory=dict)
     parts: dict[tuple[str, int], dict[str, list[Observation]]] = field(default_factory=dict)
     wholes: dict[tuple[str, int, str], Whole] = field(default_factory=dict)
@@ -60,6 +62,10 @@ class View:
         """All whole tensors of a kind that entered or belong to an update, in their own dtype."""
         found = {name: self.whole(kind, name, update) for name in self.names(kind, update)}
         return {name: torch.from_numpy(np.array(w.values, order="C")) for name, w in found.items() if w is not None}
+
+    def at(self, update: int) -> View:
+        """Where to look up what an update, or a window of its number, showed."""
+        return self if self.earlier is None or update >= self.record.start else self.earlier
 
     @property
     def updates(self) -> range:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from equivtests.mutants import (
+    async_server,
     context,
     data,
     ddp,
+    delayed,
     drift,
     expert,
     ledger_split,
+    local,
     loss,
     norms,
     pipeline,
     recompute,
     restore,
+    stale_pipeline,
     statistics,
     stock,
     stock_collectives,
+    synchronizers,
     tensor,
     tied,
     unsplit,
@@ -25,6 +30,18 @@ from equivtests.mutants import (
 )
 
 MODULES = (
-    *(loss, data, ddp, norms, zero, restore, wire, drift, statistics),
-    *(unsplit, tensor, context, expert, recompute, pipeline, tied, stock, stock_collectives, ledger_split),
+    *(loss, data, ddp, norms, zero, restore, wire, drift, statistics, synchronizers, async_server, local, delayed),
+    *(
+        unsplit,
+        tensor,
+        context,
+        expert,
+        recompute,
+        pipeline,
+        stale_pipeline,
+        tied,
+        stock,
+        stock_collectives,
+        ledger_split,
+    ),
 )

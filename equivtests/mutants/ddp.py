@@ -20,7 +20,6 @@ from equivtests.models.parts import Terms
 from equivtests.mutants.mutant import mutant
 from equivtests.mutants.parents import (
     LocalPairs,
-    LocalSGD,
     LoggedApart,
     ModuleByModule,
     ReplicatedSum,
@@ -29,7 +28,6 @@ from equivtests.mutants.parents import (
 )
 from equivtests.mutants.situations import (
     EARLY_BRANCH,
-    IDLE_RANK,
     LARGE_GRADIENTS,
     PAIRS,
     RUNNING,
@@ -237,23 +235,7 @@ class RankZeroStatistics(DataParallel):
         dist.broadcast(running.mean, 0)
 
 
-# ---------------------------------------------------------------------------------------------- averaging and hooks
-
-
-@mutant(
-    "localsgd-scaler",
-    strategy="local-sgd",
-    case=IDLE_RANK,
-    quantity="weight update",
-    source="pytorch/pytorch#76282",
-    mistake="weights are averaged inside the guarded step: a rank that skips a step that is not finite keeps its own",
-)
-class AveragesInsideGuard(LocalSGD):
-    """Skipping the step skips the averaging too, and the replicas drift apart."""
-
-    def take_over(self, averages: list[Tensor]) -> None:
-        if self.finite:
-            super().take_over(averages)
+# ---------------------------------------------------------------------------------------------- hooks
 
 
 @mutant(

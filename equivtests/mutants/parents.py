@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from equivtests.adapters.adapter import Claims, Strategy
 from equivtests.adapters.textbook.collectives import all_gather, all_reduce
-from equivtests.adapters.textbook.dp import TEXTBOOK_OBSERVES, DataParallel
+from equivtests.adapters.textbook.dp import DataParallel
 from equivtests.adapters.textbook.pairs import Gather, gather_rows
-from equivtests.adapters.torch_adapter import Shown
 from equivtests.cases import numbers
 from equivtests.cases.windows import MicroBatch, Window, micro_batch, sample_ids
 from equivtests.models.build import TERM_WEIGHTS
 from equivtests.models.parts import Terms
-from equivtests.record.observation import Observe, Place
+from equivtests.record.observation import Observe
 
 
 class LoggedApart(DataParallel):
@@ -161,46 +158,3 @@ class ReplicatedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0] * ctx.world, None
-
-
-class LocalSGD(LoggedApart):
-    """Every rank steps with its own gradient, then weights are averaged; a step that is not finite is skipped.
-
-    A rank without a valid token computes 0/0: it skips its step, which is right, since its part is nothing.
-    """
-
-    def claims(self) -> Claims:
-        strategy = Strategy(
-            "local-sgd",
-            families=frozenset({"linear", "mlp"}),
-            optimizers=frozenset({"sgd"}),
-            arithmetic="own",
-            observes=TEXTBOOK_OBSERVES - {"norm", "clip", "state"},
-        )
-        return Claims((strategy,), framework="equivtests textbook")
-
-    def differentiated(self, terms: Terms, k: int, batch: MicroBatch) -> Tensor:
-        share = self.ranks.world * batch.tokens / int(self.counts.tokens.sum())
-        return self.case.magnitude * share * (terms["main"] / batch.tokens)
-
-    def synchronize(self) -> None:
-        """Nothing is reduced; a gradient that is not finite is dropped."""
-        own = [gradient for _, gradient, _ in self.gradients()]
-        self.finite = all(bool(g.isfinite().all()) for g in own)
-        for gradient in own:
-            gradient.nan_to_num_(0.0, 0.0, 0.0)
-
-    def gradients(self) -> Iterator[Shown]:
-        for name, gradient, _ in super().gradients():
-            yield name, gradient, Place(tuple(gradient.shape), partial="mean")
-
-    def optimizer_step(self) -> None:
-        if self.finite:
-            super().optimizer_step()
-        self.take_over([all_reduce(p.detach().clone()) / self.ranks.world for _, p in self.trainable()])
-
-    def take_over(self, averages: list[Tensor]) -> None:
-        """Continue from the averaged weights."""
-        with torch.no_grad():
-            for (_, parameter), average in zip(self.trainable(), averages, strict=True):
-                parameter.copy_(average)

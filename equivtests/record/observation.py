@@ -28,6 +28,8 @@ KINDS = {
     "routed": "tokens of the window that every expert of a layer was given and kept; int64 (experts,), part of a sum",
     "mask": "a dropout mask of one micro-batch, named by its site: whether an element is kept; rows x positions x features",
     "timeline": "the operations of this pipeline rank in order; int64 (n, 4): kind, stage, micro-batch, version",
+    "live": "most versions of the weights that this rank kept at once since its last update; int64 ()",
+    "arrival": "window and version of the gradient that a server processed as this update; int64 (2,)",
     "bytes": "bytes that this rank keeps between micro-batches: weights, gradients, state without scalars (named so)",
 }
 """The kinds of observation. State-like kinds carry the number of the update that they enter."""
@@ -37,6 +39,7 @@ SINGLE = frozenset({"tokens", "loss", "norm", "clip", "lr", "step", "loss_scale"
     "cursor",
     "weight_norm",
     "bytes",
+    "live",
 }
 """Kinds that are one number."""
 

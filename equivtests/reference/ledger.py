@@ -63,6 +63,28 @@ def ring_all_reduce_seconds(size: int, ranks: int, latency: float, bandwidth: fl
     return ring_all_reduce_rounds(ranks) * latency + float(ring_all_reduce_bytes(size, ranks)) / bandwidth
 
 
+def ring_chunks(elements: int, ranks: int) -> list[int]:
+    """Elements of the parts that a ring cuts a vector into: as equal as can be, the first ones larger by one."""
+    _whole(0, elements=elements)
+    _whole(1, ranks=ranks)
+    each, rest = divmod(elements, ranks)
+    return [each + (chunk < rest) for chunk in range(ranks)]
+
+
+def ring_messages(elements: int, ranks: int, rank: int) -> tuple[list[int], list[int]]:
+    """Elements of the messages that a rank sends, and of those that it receives, to all-reduce a vector; none are empty.
+
+    To reduce and scatter, rank r sends chunk r - s in round s and receives the one before; to gather, it sends r + 1 - s.
+    Where chunks are equal, these are 2 (P-1)/P · elements each way. Patarasuk and Yuan, section 3.
+    """
+    chunks = ring_chunks(elements, ranks)
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank {rank!r} of {ranks}: there is no such rank")
+    numbers = [start - step for start in (rank, rank + 1) for step in range(ranks - 1)]
+    sent, received = ([chunks[(number - shift) % ranks] for number in numbers] for shift in (0, 1))
+    return [n for n in sent if n], [n for n in received if n]
+
+
 def direct_all_reduce_bytes(size: int, ranks: int) -> int:
     """Bytes that each rank sends if it sends its whole tensor to every other rank."""
     _whole(0, size=size)
@@ -216,10 +238,11 @@ def shard_shape(shape: tuple[int, ...], dimension: int, shards: int) -> tuple[in
 
 # ------------------------------------------------------------------------------------ cutting tensors
 
-Cut = Literal["tensors", "flat", "aligned", "each", "rows"]
+Cut = Literal["tensors", "first", "turns", "flat", "aligned", "each", "rows"]
 """How the tensors of a unit are laid over ranks.
 
 tensors: whole tensors, largest first, each to the rank with the fewest elements so far (ZeroRedundancyOptimizer).
+first: all on the first rank. turns: whole tensors, each to the rank after the last one's (parameter servers).
 flat: what is trained end to end in one vector, padded to a multiple of the ranks. aligned: the same for all that the
 unit holds, every tensor starting at a multiple of 16 bytes (FullyShardedDataParallel with use_orig_params). rows: each
 tensor in chunks along dimension 0, its number of rows padded to a multiple of the ranks (fully_shard). each: each tensor
@@ -239,8 +262,9 @@ class Shards:
 def shards_of(parameters: Sequence[Parameter], ranks: int, cut: Cut, align: int = 1) -> Shards:
     """Lay the parameters of one unit over ranks. align: elements that starts are a multiple of, for cut "aligned"."""
     _whole(1, ranks=ranks, align=align)
-    if cut == "tensors":
-        return Shards([{p.name: p.size for p in part} for part in partition(parameters, ranks)], _size(parameters))
+    if cut in WHOLE_TENSORS:
+        parts = WHOLE_TENSORS[cut](parameters, ranks)
+        return Shards([{p.name: p.size for p in part} for part in parts], _size(parameters))
     if cut in ("rows", "each"):
         rows = {p.name: p.size // p.shape[0] if cut == "rows" else 1 for p in parameters}
         each = [_chunks({p.name: (0, p.size)}, p.size, ranks, row=rows[p.name]) for p in parameters]
@@ -286,6 +310,24 @@ def partition(parameters: Sequence[Parameter], ranks: int) -> list[list[Paramete
     return parts
 
 
+def all_on_the_first(parameters: Sequence[Parameter], ranks: int) -> list[list[Parameter]]:
+    """Everything on the first rank, nothing on the others."""
+    return [list(parameters), *([] for _ in range(ranks - 1))]
+
+
+def by_turns(parameters: Sequence[Parameter], ranks: int) -> list[list[Parameter]]:
+    """Whole parameters per rank, dealt out one by one."""
+    return [list(parameters[rank::ranks]) for rank in range(ranks)]
+
+
+WHOLE_TENSORS: dict[Cut, Callable[[Sequence[Parameter], int], list[list[Parameter]]]] = {
+    "tensors": partition,
+    "first": all_on_the_first,
+    "turns": by_turns,
+}
+"""The cuts that leave tensors whole: which of them every rank has."""
+
+
 # ------------------------------------------------------------------------- expected collectives of an update
 
 
@@ -296,7 +338,8 @@ class LedgerInput:
     world = shard · replicate ranks. microbatches: times per update that each rank runs forward and backward (ranks with
     fewer micro-batches are padded with empty ones where the algorithm communicates in each). gather, reduce: dtypes
     of weights and of gradients on the wire. units: names of the parameters of each module that is wrapped on its own;
-    all others are the root's. unused: names of trained parameters that no forward pass touches.
+    all others are the root's. unused: names of trained parameters that no forward pass touches. rank: whose collectives they
+    are, where ranks do not all issue the same.
     """
 
     parameters: tuple[Parameter, ...]
@@ -308,6 +351,7 @@ class LedgerInput:
     cut: Cut = "tensors"
     units: tuple[frozenset[str], ...] = ()
     unused: frozenset[str] = frozenset()
+    rank: int = 0
 
     def __post_init__(self) -> None:
         _whole(1, shard=self.shard, replicate=self.replicate)
@@ -450,8 +494,35 @@ def _fsdp_grad_op(given: LedgerInput) -> Expected:
     return _scatter(given, given.microbatches) | _gather(given, gathered)
 
 
+def _ring(given: LedgerInput) -> Expected:
+    """The all-reduce of trained gradients, once per update, as messages round a ring of all ranks."""
+    directions = ring_messages(given.full(given.reduced), given.world, given.rank)
+    return _messages(given, *directions)
+
+
+def _parameter_server(given: LedgerInput) -> Expected:
+    """Every rank sends its gradients, and every server its weights, to all others; `cut` says what each serves.
+
+    Li et al. 2014, Scaling distributed machine learning with the parameter server, section 2.2. Both travel in one dtype.
+    """
+    served = [given.owned(given.trained, rank, given.trained) for rank in range(given.world)]
+    own, others = served[given.rank], [n for rank, n in enumerate(served) if rank != given.rank and n]
+    answers = [own] * (given.world - 1) if own else []
+    return _messages(given, [*others, *answers], [*answers, *others])
+
+
+def _messages(given: LedgerInput, sent: list[int], received: list[int]) -> Expected:
+    """Messages of so many elements between the data-parallel ranks."""
+    return {
+        (operation, "dp"): Payload(sum(sizes), given.reduce, given.world, len(sizes))
+        for operation, sizes in (("send", sent), ("recv", received))
+    }
+
+
 EXPECTED: dict[str, Callable[[LedgerInput], Expected]] = {
     "all-reduce": _all_reduce,
+    "ring": _ring,
+    "parameter-server": _parameter_server,
     "all-reduce-per-microbatch": _all_reduce_per_microbatch,
     "zero1-reduce-scatter": _zero1_reduce_scatter,
     "zero1-all-reduce": _zero1_all_reduce,
@@ -499,4 +570,4 @@ def _kept(given: LedgerInput, rank: int, part: str, sharded: bool, size: int) ->
     if not sharded:
         return Kept(size * whole, size * most, size * whole)
     own = given.owned(laid, rank, kept)
-    return Kept(size * own, size * (own if given.cut == "tensors" else most // given.shard), size * whole)
+    return Kept(size * own, size * (own if given.cut in WHOLE_TENSORS else most // given.shard), size * whole)

@@ -40,7 +40,8 @@ class Rows:
 def rows_of(case: Case, update: int) -> Rows:
     """The window of `update` as one table, in (rank, micro-batch, row) order."""
     windows = [window_of(case, update, rank) for rank in range(case.layout.dp)]
-    fed = [(r, k, b) for r, w in enumerate(windows) for k, b in enumerate(w.microbatches)]
+    counts = tuple(len(micros) for micros in case.feeding(update))
+    fed = [(r, k, b) for r, w in enumerate(windows) for k, b in enumerate(w.microbatches[: counts[r]])]
     fed = fed or [(0, 0, empty_micro_batch(case))]
 
     def column(values: list[tuple[int, int]], dtype: type) -> np.ndarray:
@@ -54,7 +55,7 @@ def rows_of(case: Case, update: int) -> Rows:
         rank=column([(r, b.rows) for r, _, b in fed], np.int64),
         micro=column([(k, b.rows) for _, k, b in fed], np.int64),
         conditional=column([(b.conditional, b.rows) for _, _, b in fed], bool),
-        microbatches=tuple(len(w.microbatches) for w in windows),
+        microbatches=counts,
     )
 
 

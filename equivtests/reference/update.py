@@ -66,10 +66,13 @@ def gradients(
     weights: Weights,
     split: Split | None = None,
     only_rank: int | None = None,
+    backward: Weights | None = None,
 ) -> Gradients:
     """Loss and gradients of the window of `update` at `weights`, returned in the dtype of the weights.
 
     `draw`: updates made so far. `only_rank`: W times the part of one rank alone, what it holds before any reduction.
+    `backward`: what stands in place of the weights when the backward pass reads them (activations are kept from the forward
+    pass, weights are not); None: the same weights.
     """
     rows = rows_of(case, update)
     tokens, auxiliary = row_coefficients(rows, semantics)
@@ -85,9 +88,13 @@ def gradients(
         split = Split([torch.cat(split.groups)], split.compute, split.reduce)
     for group in split.groups:
         leaves = {n: w.detach().to(split.compute).requires_grad_(n in trained) for n, w in weights.items()}
+        if backward is not None:
+            leaves = {n: w.detach().clone().requires_grad_(w.requires_grad) for n, w in leaves.items()}
         sums = row_sums(leaves, batch_of(case.model, case.seed, draw, rows, group, split.compute))
         chosen = group.numpy()
         part = objective(case, sums, tokens[chosen], auxiliary[chosen], rows.micro[chosen])
+        for name, weight in (backward or {}).items():
+            leaves[name].data.copy_(weight)  # past autograd's own check, as a stage that keeps no stash does
         found = torch.autograd.grad(part, [leaves[n] for n in trained], allow_unused=True)
         _accumulate(total, trained, found, split.reduce)
         loss, kink = loss + float(part.detach()), min(kink, sums.kink)

@@ -62,7 +62,7 @@ def tally(plan: Plan, results: Iterable[dict[str, Any]]) -> list[Row]:
 
 def declared_rules(plan: Plan) -> list[str]:
     """A line for every strategy that is judged by a rule which its framework declares instead of one device's."""
-    declared = {run.strategy.name: run.strategy.semantics for run in plan.runs if run.strategy.semantics is not None}
+    declared = {run.strategy.name: run.contract for run in plan.runs if run.strategy.semantics is not None}
     return [f"{name} is judged by its declared rule: {'; '.join(in_words(rule))}" for name, rule in declared.items()]
 
 

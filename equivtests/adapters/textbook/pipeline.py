@@ -182,7 +182,11 @@ class PipelineParallel(Mesh):
             "W": self.backward_weights,
         }
         steps[operation.kind](operation.stage, operation.microbatch)
-        self.ran.append((KIND_CODES[operation.kind], operation.stage, operation.microbatch, self.steps))
+        self.ran.append(self.noted(operation))
+
+    def noted(self, operation: Operation) -> tuple[int, int, int, int]:
+        """The row of the timeline of an operation that has just run."""
+        return KIND_CODES[operation.kind], operation.stage, operation.microbatch, self.steps
 
     # ------------------------------------------------------------------ forward
 
