@@ -180,14 +180,11 @@ def semantics(draw: st.DrawFn) -> Semantics:
 def staleness() -> st.SearchStrategy[Staleness]:
     """Any rule that does not name the windows of a case."""
     few = st.integers(0, 3)
-    return st.builds(
-        Staleness,
-        versions=st.sampled_from(sorted(RULES)),
-        drains=st.lists(few, max_size=2).map(tuple),
-        delay=few,
-        bound=few,
-        late=st.sampled_from(("refused", "dropped", "reweighted")),
-        period=few,
+    late = st.sampled_from(("refused", "dropped", "reweighted"))
+    drains = st.lists(few, max_size=2).map(tuple)
+    schemes = st.sampled_from(sorted(RULES))
+    return st.builds(Staleness, versions=schemes, drains=drains, delay=few, bound=few, late=late) | st.builds(
+        Staleness, period=few
     )
 
 

@@ -23,6 +23,7 @@ from equivtests.chapters.run import Run
 from equivtests.chapters.update import judge_update
 from equivtests.errors import CaseError
 from equivtests.judge.check import Verdict
+from equivtests.judge.form import form_problems
 from equivtests.models.build import build
 from equivtests.mutants.local import IDLE_WORKER, THREE_WORKERS, WITH_MOMENTUM
 from equivtests.ranks.pools import Pools
@@ -238,6 +239,13 @@ def test_a_failure_names_the_worker(pools: Pools) -> None:
     result = judge_update(run_of("local-sgd", WITH_MOMENTUM), dataclasses.replace(record, observations=changed))
     assert result.first is not None and result.first.name == "worker 2: layers.0.weight"
     assert (result.first.quantity, result.first.update) == ("weight update", 0)
+
+
+@pytest.mark.parametrize("name", ["local-sgd", "post-local-sgd"])
+def test_nothing_is_missing_in_a_record_with_idle_workers(pools: Pools, name: str) -> None:
+    """Neither the samples of a worker that made no step, nor its gradients."""
+    run = run_of(name, IDLE_WORKER)
+    assert form_problems(IDLE_WORKER, run.strategy, recorded(pools, name, IDLE_WORKER)) == []
 
 
 def test_a_worker_that_shows_nothing_is_missed(pools: Pools) -> None:

@@ -69,6 +69,11 @@ class Staleness:
             min(self.delay, self.period, self.bound or 0, *self.drains, 0) >= 0,
             "staleness: numbers must not be negative",
         )
+        alone = self.versions == "newest" and not self.delay and not self.drains
+        yield (
+            self.period == 0 or alone,
+            "staleness.period combines with no other rule: its workers use their newest weights",
+        )
         yield self.late == "refused" or self.bound is not None, f"staleness.late = {self.late} needs a bound"
 
     def in_words(self) -> Iterator[str]:

@@ -16,6 +16,7 @@ from equivtests.judge.assemble import incomplete
 from equivtests.judge.feeds import fed, sample_shapes
 from equivtests.record.observation import SINGLE, Observation, Record
 from equivtests.reference.expectation import trajectory
+from equivtests.reference.local import workers_of
 from equivtests.reference.rows import rows_of
 
 Names = frozenset[str]
@@ -25,7 +26,7 @@ COUNTERS = ("step", "cursor", "random_state", "loss_scale")
 ENTERING = frozenset({"weight", "state", "buffer", *COUNTERS})
 """Kinds that carry the number of the update that they enter."""
 
-NOT_PARTS = frozenset({"inputs", "tokens", "bytes", "output", "mask", "timeline"})
+NOT_PARTS = frozenset({"inputs", "tokens", "bytes", "output", "mask", "timeline", "live"})
 """Kinds whose arrays are not copies or parts of one tensor."""
 
 
@@ -43,11 +44,12 @@ class Form:
     strategy: Strategy
     record: Record
     demanded: dict[int, dict[str, Names]] = field(init=False)
+    contract: Semantics = field(init=False)
     parts: dict[tuple[str, int], dict[str, list[Observation]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        contract, _ = settled(self.case, self.strategy.contract(self.case), self.record)
-        self.demanded = demands(self.case, contract, self.strategy.observes, self.record.start)
+        self.contract, _ = settled(self.case, self.strategy.contract(self.case), self.record)
+        self.demanded = demands(self.case, self.contract, self.strategy.observes, self.record.start)
         for o in self.record.observations:
             self.parts.setdefault((o.kind, o.update), {}).setdefault(o.name, []).append(o)
 
@@ -87,6 +89,13 @@ class Form:
             return f"of update {update}"
         return f"entering update {update}" if update < self.case.updates else f"after the last update ({update})"
 
+    def wanted_samples(self, update: int) -> Counter[int]:
+        """How often every sample is to be fed; a worker that steps alone may pass over what it need not learn from."""
+        fed_to = (
+            alone for alone in workers_of(self.case, self.contract) if alone.worker is None or alone.tokens(update)
+        )
+        return Counter(i for alone in fed_to for i in rows_of(alone, update).ids.tolist())
+
     def missing_samples(self, update: int) -> Iterator[str]:
         shown = [o for parts in self.parts.get(("inputs", update), {}).values() for o in parts]
         if not shown or update == self.case.updates:
@@ -96,7 +105,7 @@ class Form:
             yield f"inputs of update {update}: {whole.problem}"
             return
         found = sum(whole.samples(self.case.model).values(), Counter())
-        lost = sorted((Counter(rows_of(self.case, update).ids.tolist()) - found).elements())
+        lost = sorted((self.wanted_samples(update) - found).elements())
         if lost:
             yield f"inputs of update {update}: samples {', '.join(map(str, lost))} shown by no rank"
 

@@ -46,20 +46,25 @@ def judge_pipeline(view: View, update: int, ranks: tuple[int, ...]) -> Check:
     fed = max(len(rank) for rank in view.case.windows[update])
     stages = placement(name, layout.pp, layout.virtual)
     broken = problems(timeline, stages, max(count, fed), SCHEDULES[name].split)
-    words = broken[0] if broken else disorder(timeline, name, layout.virtual, count) or stale(view, update, versions)
+    words = (
+        broken[0]
+        if broken
+        else disorder(timeline, prescribed(name, layout.pp, layout.virtual, count), name)
+        or stale(view, update, versions)
+    )
     if words:
         return view.failed("schedule", update, where, words, ranks[0])
     return Check("schedule", update, where, Verdict.PASS)
 
 
-def disorder(timeline: Timeline, name: str, virtual: int, count: int) -> str:
-    """The first operation that is not the one that the schedule prescribes there, or ""."""
-    for rank, (ran, wanted) in enumerate(zip(timeline, prescribed(name, len(timeline), virtual, count), strict=True)):
-        for number, (a, b) in enumerate(zip(ran, wanted, strict=False)):
+def disorder(ran: Timeline, wanted: Timeline, source: str) -> str:
+    """The first operation that is not the one that its source (a schedule) prescribes there, or ""."""
+    for rank, (shown, due) in enumerate(zip(ran, wanted, strict=True)):
+        for number, (a, b) in enumerate(zip(shown, due, strict=False)):
             if a != b:
-                return f"operation {number} of pipeline rank {rank} is the {a}; {name} prescribes the {b}"
-        if len(ran) != len(wanted):
-            return f"pipeline rank {rank} ran {len(ran)} operations; {name} prescribes {len(wanted)}"
+                return f"operation {number} of pipeline rank {rank} is the {a}; {source} prescribes the {b}"
+        if len(shown) != len(due):
+            return f"pipeline rank {rank} ran {len(shown)} operations; {source} prescribes {len(due)}"
     return ""
 
 

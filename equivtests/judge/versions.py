@@ -13,7 +13,7 @@ import numpy as np
 from equivtests.cases.case import Case
 from equivtests.cases.layout import Group
 from equivtests.judge.check import Check, Verdict
-from equivtests.judge.schedule import Versions
+from equivtests.judge.schedule import Versions, disorder
 from equivtests.judge.view import View
 from equivtests.reference.schedules import prescribed
 from equivtests.reference.timeline import Operation, Timeline, timeline_of
@@ -83,9 +83,9 @@ def observed_versions(view: View, ranks: Group) -> dict[tuple[int, int], tuple[i
     first, shown = first_microbatches(view.case), run_of(view, ranks)[1]
     found = {}
     for stage in range(view.case.layout.pp):
-        for window, number in enumerate(first[:-1]):
+        for window, (number, next_window) in enumerate(pairwise(first)):
             passes = [shown.get(Operation(kind, stage, number)) for kind in "FB"]
-            if None not in passes:
+            if None not in passes and number < next_window:
                 found[stage, window] = (int(passes[0] or 0), int(passes[1] or 0))
     return found
 
@@ -100,24 +100,13 @@ def stream(view: View, update: int) -> Checks:
         return
     for ranks in pipelines(view):
         try:
-            words = disorder(run_of(view, ranks)[0], expected_orders(view), str(view.strategy.schedule))
+            words = disorder(run_of(view, ranks)[0], expected_orders(view), f"{view.strategy.schedule} without flush")
         except ValueError as error:
             words = str(error)
         if words:
             yield view.failed("schedule", update, where(ranks), words, ranks[0])
         else:
             yield Check("schedule", update, where(ranks), Verdict.PASS)
-
-
-def disorder(ran: Timeline, wanted: Timeline, schedule: str) -> str:
-    """The first operation of a stage that is not the one that is due there, or ""."""
-    for stage, (shown, due) in enumerate(zip(ran, wanted, strict=True)):
-        for number, (a, b) in enumerate(zip(shown, due, strict=False)):
-            if a != b:
-                return f"operation {number} of stage {stage} is the {a}; {schedule} without flush has the {b}"
-        if len(shown) != len(due):
-            return f"stage {stage} ran {len(shown)} operations; {schedule} without flush has {len(due)}"
-    return ""
 
 
 def versions(view: View, update: int) -> Checks:
