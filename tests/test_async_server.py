@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import permutations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equivtests.adapters.adapter import Strategy
-from equivtests.adapters.context import Ranks
-from equivtests.adapters.textbook.async_server import RULES, AsyncServer
+from equivtests.adapters.textbook.async_server import RULES
 from equivtests.cases.arrivals import declared, drawn, in_time, windows_by_worker
 from equivtests.cases.case import Case, Layout, Model, Optimizer
 from equivtests.cases.stale_grid import STALE_GRID, arrivals
@@ -26,6 +24,7 @@ from equivtests.chapters.records import read_record, write_record
 from equivtests.chapters.replay import ordered, run_replay
 from equivtests.chapters.run import Run
 from equivtests.chapters.update import judge_update
+from equivtests.errors import CaseError
 from equivtests.explain.arrivals import dropped
 from equivtests.judge.arrivals import Arrivals, broken_rules, disorder, settled
 from equivtests.judge.arrivals import arrivals as check_arrivals
@@ -277,15 +276,15 @@ def test_three_ranks_are_enough(pools: Pools) -> None:
     assert judge_update(run, record).verdict is Verdict.PASS
 
 
-def test_a_case_without_servers_or_with_shared_windows_is_refused() -> None:
-    adapter: Any = AsyncServer()
-    adapter.strategy = "ps-async"
-    everyone = served("everyone", Model("linear"), Optimizer(), workers=4, servers=0)
-    with pytest.raises(ValueError, match="one at least has to be a server"):
-        adapter.setup(everyone, Ranks(0, 4))
-    shared = everyone.replace(windows=((((3,),), ((4,),), (), ()), *everyone.windows[1:]))
-    with pytest.raises(ValueError, match=r"window 0 feeds \[0, 1\]"):
-        windows_by_worker(shared)
+def test_a_case_without_servers_is_refused() -> None:
+    with pytest.raises(CaseError, match="asynchronous = server: leave a rank that no window feeds"):
+        served("everyone", Model("linear"), Optimizer(), workers=4, servers=0)
+
+
+def test_a_window_that_several_workers_share_is_refused() -> None:
+    case = in_grid("arrivals-mlp")
+    with pytest.raises(CaseError, match="every window feeds one worker, but window 0 does not"):
+        case.replace(windows=((((3,),), ((4,),), (), ()), *case.windows[1:]))
 
 
 def test_dropped_updates_are_told_from_empty_ones() -> None:

@@ -93,7 +93,11 @@ def test_a_plain_correct_record_passes_in_every_quantity(cut: Any, precision: Pr
     judgement = judged(case, record_of(case, cut))
     assert judgement.verdict is Verdict.PASS and judgement.first is None
     unseen = {"collectives", "bytes", "weight norm", "schedule", "dropout mask", "routing", "output"}
-    unseen |= {q for q in QUANTITIES if q.startswith(("restored", "replayed"))} | {"versions", "live versions", "arrivals"}
+    unseen |= {q for q in QUANTITIES if q.startswith(("restored", "replayed"))} | {
+        "versions",
+        "live versions",
+        "arrivals",
+    }
     assert {c.quantity for c in judgement.checks} == set(QUANTITIES) - unseen
     assert judgement.resolution() < 1e-3
 

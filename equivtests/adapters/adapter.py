@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from equivtests.cases.case import FEATURES, Case, Model, Semantics
+from equivtests.cases.declared import declared
 from equivtests.cases.layout import ORDER, Layout
 from equivtests.cases.windows import Feed, Window
 from equivtests.record.observation import KINDS, Observe
 from equivtests.reference.ledger import EXPECTED, Cut
+from equivtests.reference.schedules import SCHEDULES
 from equivtests.reference.split_ledger import SPLIT_EXPECTED
 
 if TYPE_CHECKING:
@@ -24,6 +26,15 @@ if TYPE_CHECKING:
 ALL_AXES = frozenset({"dp", "cp", "tp", "pp", "ep"})
 ALL_FAMILIES = frozenset({"chain", "linear", "mlp", "gated_mlp", "gpt", "moe", "own"})
 PLAIN_FEATURES = frozenset({"bias", "frozen", "qk_norm", "shared_kv", "tied", "transposed"})
+LEAST_MICROBATCHES: dict[str, Callable[[int], int]] = {
+    "any": lambda stages: 0,
+    "one": lambda stages: 1,
+    "multiple": lambda stages: 1,
+    "stages": lambda stages: stages,
+    "twice": lambda stages: 2 * stages,
+}
+"""The fewest micro-batches of a window, by `Strategy.microbatches`, of pipeline ranks."""
+
 ALL_OPTIMIZERS = frozenset({"sgd", "momentum", "adam", "adamw"})
 MANDATORY = frozenset({"inputs", "loss", "gradient", "weight"})
 
@@ -114,6 +125,9 @@ class Strategy:
     def __post_init__(self) -> None:
         parts = self.algorithm.split("+") if self.algorithm else []
         words = (
+            ("asynchronous", [self.asynchronous] if self.asynchronous else [], ("pipeline", "server")),
+            ("schedule", [self.schedule] if self.schedule else [], SCHEDULES),
+            ("microbatches", [self.microbatches], LEAST_MICROBATCHES),
             ("algorithm", parts, SPLIT_EXPECTED if len(parts) > 1 else [*EXPECTED, *SPLIT_EXPECTED]),
             ("axes", self.axes, ALL_AXES),
             ("families", self.families, ALL_FAMILIES),
@@ -170,7 +184,7 @@ class Strategy:
         yield case.updates < self.updates, f"fewer than {self.updates} updates, which cannot show its rule"
         yield layout.virtual not in self.virtual, f"{layout.virtual} stages per pipeline rank"
         yield self.microbatches == "one" and max(counts) > 1, "windows of more than one micro-batch"
-        least = {"any": 0, "one": 1, "multiple": 1, "stages": layout.pp, "twice": 2 * layout.pp}[self.microbatches]
+        least = LEAST_MICROBATCHES[self.microbatches](layout.pp)
         yield min(counts) < least, f"fewer than {least} micro-batches for {layout.pp} pipeline ranks"
         divides = self.microbatches != "multiple" or all(n % layout.pp == 0 for n in counts)
         yield not divides, f"numbers of micro-batches that {layout.pp} pipeline ranks do not divide"
@@ -181,10 +195,13 @@ class Strategy:
         yield bool(uncut), f"{uncut} that {layout.tp} tensor ranks do not divide"
 
     def contract(self, case: Case) -> Semantics:
-        """The semantics that a run of this strategy is judged by; an order of arrival may be the case's own."""
+        """The semantics that a run of this strategy is judged by; an order of arrival may be the case's own.
+
+        Raises CaseError where what it declares is no rule of the case.
+        """
         if self.semantics is None or case.semantics.staleness.versions == "arrivals":
             return case.semantics
-        return self.semantics if isinstance(self.semantics, Semantics) else self.semantics(case)
+        return declared(self.semantics, case, f"strategy {self.name!r}: semantics")
 
 
 KINDS_OF_CASES = {

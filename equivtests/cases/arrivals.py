@@ -17,15 +17,11 @@ Todo = dict[int, list[int]]
 
 
 def windows_by_worker(case: Case) -> Todo:
-    """What every worker computes gradients of. Raises ValueError for a window that more or fewer than one rank feeds."""
+    """What every worker computes gradients of: each window of an asynchronous server's case feeds one of them."""
     todo: Todo = {worker: [] for worker in workers_of(case.layout, case.windows)}
     for number, window in enumerate(case.windows):
-        fed = [rank for rank, batches in enumerate(window) if batches]
-        if len(fed) != 1:
-            raise ValueError(
-                f"case {case.name!r}: one worker computes a window's gradient, but window {number} feeds {fed}"
-            )
-        todo[fed[0]].append(number)
+        (worker,) = (rank for rank, batches in enumerate(window) if batches)
+        todo[worker].append(number)
     return todo
 
 

@@ -301,6 +301,7 @@ def _rules(case: Case) -> list[tuple[bool, str]]:
         (all(0 <= n <= model.length for n in counts), f"valid tokens must lie in 0..{model.length} (model.length)"),
         *_length_rules(case),
         *case.semantics.staleness.problems(case.updates, layout.stage_count),
+        *_asynchronous_rules(case),
         (case.worker is None or 0 <= case.worker < layout.dp, f"worker must be one of {layout.dp} ranks (layout.dp)"),
         (len(counts) <= MAX_SAMPLES, f"{len(counts)} samples; a case holds at most {MAX_SAMPLES}"),
         (case.accumulation >= 1, "accumulation must be at least 1"),
@@ -343,6 +344,23 @@ def _length_rules(case: Case) -> list[tuple[bool, str]]:
         (not case.lengths or case.model.family == "gpt", "lengths: only gpt ignores what is cut off; leave them out"),
         (all(2 <= n <= longest for n in case.lengths), f"lengths must lie in 2..{longest} (model.length)"),
         (fits, "valid tokens must not exceed the length of their micro-batch (lengths)"),
+    ]
+
+
+def _asynchronous_rules(case: Case) -> list[tuple[bool, str]]:
+    """What holds where windows are made for asynchronous runs, and of rules that only some of these have."""
+    served = case.asynchronous == "server"
+    fed = [[rank for rank, batches in enumerate(window) if batches] for window in case.windows]
+    several = next((window for window, ranks in enumerate(fed) if len(ranks) != 1), None) if served else None
+    idle = case.layout.dp - len({rank for ranks in fed for rank in ranks})
+    of_arrivals = case.semantics.staleness.versions == "arrivals"
+    return [
+        (several is None, f"asynchronous = server: every window feeds one worker, but window {several} does not"),
+        (
+            not served or idle > 0,
+            "asynchronous = server: leave a rank that no window feeds; such ranks are the servers",
+        ),
+        (not of_arrivals or served, "staleness.versions = arrivals needs asynchronous = server"),
     ]
 
 

@@ -56,9 +56,13 @@ class Staleness:
         whole = not self.table or len(self.table) == updates and all(len(row) == stages for row in self.table)
         yield whole, f"staleness.table needs {updates} windows of {stages} stage(s)"
         yield all(len(row) in (2, 3) and min(row) >= 0 for row in rows), "staleness.table: (forward, backward[, ahead])"
-        known = all(max(row[:2]) <= window for window, line in enumerate(self.table) for row in line)
+        known = all(max(row[:2], default=0) <= window for window, line in enumerate(self.table) for row in line)
         yield known, "staleness.table: a window cannot use a version that is made after it"
-        yield self.versions == "arrivals" or not self.arrivals, "staleness.arrivals belong to versions = arrivals"
+        served = self.versions == "arrivals"
+        yield served or not self.arrivals, "staleness.arrivals belong to versions = arrivals"
+        yield served or self.bound is None, "staleness.bound is of arrivals: it belongs to versions = arrivals"
+        beyond = max(self.drains, default=0)
+        yield beyond <= updates, f"staleness.drains: there is no window {beyond}, the case has {updates}"
         windows = sorted(window for window, _ in self.arrivals)
         yield not windows or windows == list(range(updates)), "staleness.arrivals must name every window once"
         yield (

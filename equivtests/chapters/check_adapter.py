@@ -52,6 +52,10 @@ def check_adapter(pools: Runs, spec: str) -> tuple[list[str], bool]:
 
 def smoke(pools: Runs, run: Run) -> str:
     """What to fix, or "" if the strategy works."""
+    try:
+        run.strategy.contract(run.case)
+    except EquivtestsError as error:
+        return str(error)
     outcome = pools.run(run.job())
     if outcome.record is None:
         return in_lines(stack_of(outcome.failure))

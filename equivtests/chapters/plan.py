@@ -119,6 +119,8 @@ def problems_of(strategy: Strategy) -> Iterator[str]:
     needed |= {"loss_scale": "loss_scale=True needs it"} if strategy.loss_scale else {}
     for kind in sorted(needed.keys() - strategy.observes):
         yield f"observes lacks {kind!r}, which {needed[kind]}: what is not shown cannot be certified"
+    if strategy.asynchronous == "pipeline" and "timeline" in strategy.observes and strategy.schedule is None:
+        yield "it shows a timeline, but names no schedule to hold it to: schedule='1f1b'"
     lower = sorted(p for p in strategy.precisions if "bfloat16" in p)
     if lower and "float32" not in strategy.precisions:
         yield (

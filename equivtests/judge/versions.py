@@ -16,7 +16,7 @@ from equivtests.judge.check import Check, Verdict
 from equivtests.judge.schedule import Versions, disorder
 from equivtests.judge.view import View
 from equivtests.reference.schedules import prescribed
-from equivtests.reference.timeline import Operation, Timeline, timeline_of
+from equivtests.reference.timeline import ROW, Operation, Timeline, timeline_of
 from equivtests.reference.versions import Used, live_versions, used
 
 Checks = Iterator[Check]
@@ -75,7 +75,11 @@ def rows_of_rank(view: View, rank: int) -> list[list[int]]:
     shown = [o for update in view.updates for o in view.observations("timeline", update) if o.rank == rank]
     if not shown:
         raise ValueError(f"rank {rank} showed no timeline")
-    return np.concatenate([np.asarray(o.array).reshape(-1, 4) for o in shown]).tolist()
+    odd = next((o for o in shown if o.array.ndim != 2 and o.array.size), None)
+    if odd is not None:
+        words = f"a timeline of shape {odd.array.shape}; it is (n, {len(ROW)}): {', '.join(ROW)}"
+        raise ValueError(f"rank {rank} showed at update {odd.update} {words}")
+    return [row for o in shown for row in o.array.tolist()]
 
 
 def observed_versions(view: View, ranks: Group) -> dict[tuple[int, int], tuple[int, int]]:
@@ -128,7 +132,8 @@ def wrong_versions(view: View, update: int, shown: Versions) -> Iterator[str]:
     first = first_microbatches(view.case)
     table = used(view.case, view.expectation.semantics.staleness, update)
     for operation, version in shown.items():
-        if first[update] <= operation.microbatch < first[update + 1]:
+        ours = operation.stage < len(table)  # others are a fault of the schedule
+        if ours and first[update] <= operation.microbatch < first[update + 1]:
             wanted = version_of(table, operation)
             if version != wanted:
                 scheme = view.expectation.semantics.staleness.versions
@@ -147,7 +152,7 @@ def live(view: View) -> Checks:
     for ranks in pipelines(view):
         kept = {
             rank: max(
-                (int(o.array) for u in view.updates for o in view.observations("live", u) if o.rank == rank),
+                (int(o.array.item()) for u in view.updates for o in view.observations("live", u) if o.rank == rank),
                 default=None,
             )
             for rank in ranks
@@ -182,8 +187,8 @@ def made_after(view: View, rank: int) -> dict[Operation, int]:
     for update in view.updates:
         if view.expectation.steps[update].applies is None:
             continue
-        shown = [o.array for o in view.observations("timeline", update) if o.rank == rank]
-        (operations,), _ = timeline_of([np.concatenate(shown).tolist() if shown else []])
+        shown = [o for o in view.observations("timeline", update) if o.rank == rank]
+        (operations,), _ = timeline_of([[row for o in shown for row in o.array.tolist()]])
         last, version = operations[-1] if operations else last, version + 1
         if last is not None:
             made[last] = version

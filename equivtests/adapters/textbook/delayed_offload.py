@@ -34,6 +34,7 @@ class DelayedOffload(Offload):
         delayed = replace(
             like,
             name="offload-delayed",
+            variant=False,
             features=TEXTBOOK_FEATURES,
             denominators=frozenset({"window"}),
             semantics=Semantics(staleness=Staleness(delay=1)),

@@ -93,7 +93,7 @@ class Offload(HostOptimizer, DataParallel):
     """Every rank's host keeps all masters and all state."""
 
     def claims(self) -> Claims:
-        return renamed(super().claims(), "offload")
+        return renamed(super().claims(), "offload", variant=True)
 
     def device_parameters(self) -> Iterator[Shown]:
         return ((name, p, place) for name, p, place in self.shown() if p.requires_grad)

@@ -23,7 +23,8 @@ class RingAllReduce(DataParallel):
 
     def claims(self) -> Claims:
         claims = super().claims()
-        return replace(claims, strategies=tuple(replace(s, name="ring", algorithm="ring") for s in claims.strategies))
+        ring = (replace(s, name="ring", algorithm="ring", variant=True) for s in claims.strategies)
+        return replace(claims, strategies=tuple(ring))
 
     def average(self, bucket: Tensor) -> Tensor:
         return self.all_reduce(bucket).div_(self.ranks.world)
