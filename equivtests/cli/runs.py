@@ -119,3 +119,6 @@ def print_result(result: Result) -> None:
     print(f"{result.verdict:12} {result.run.id}" + (f"  (worst ratios: {ratios})" if ratios else ""))
     for line in result.explanation:
         print(f"  {line}")
+    if result.verdict is Verdict.PASS and result.run.cannot_tell:
+        scheme = result.run.contract.staleness.versions
+        print(f"  this case cannot tell {scheme} from {', '.join(result.run.cannot_tell)}")
