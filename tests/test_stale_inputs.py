@@ -216,3 +216,12 @@ def test_live_is_of_every_rank_and_needs_no_place() -> None:
     assert not [line for line in problems if line.startswith(("live", "timeline"))]
     assert said(record(lambda most, rank: most.reshape(1), "live")) == []
     assert said(record(lambda most, rank: most + 1, "live"))[0].startswith("stage 0 kept 4 versions")
+
+
+def test_a_version_that_an_empty_window_did_not_make_cannot_be_used() -> None:
+    empty = CHAIN.replace(windows=(*CHAIN.windows[:1], (((0, 0),),), *CHAIN.windows[2:]))
+    semantics = table(lambda t, s: (t, t))(empty)
+    with pytest.raises(
+        CaseError, match="update 2 applies window 2, whose weights are of an update that is not made yet"
+    ):
+        expect(empty, semantics)

@@ -187,6 +187,9 @@ def make_update(expectation: Expectation, course: Course, update: int) -> None:
     step.rate = case.optimizer.rate(course.made) * step.factor
     if step.applies is not None:
         given = steps[step.applies]
+        if given.found is None:
+            words = f"update {update} applies window {step.applies}, whose weights are of an update that is not made yet"
+            raise CaseError(f"case {case.name!r}: {words} (semantics.staleness)")
         course.step(course.semantics, given.gradients, given.coefficient, step.factor)
 
 
