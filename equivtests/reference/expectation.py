@@ -23,7 +23,7 @@ from equivtests.reference.forward import Weights
 from equivtests.reference.rows import rows_of
 from equivtests.reference.versions import History, Seen
 
-VARIANTS = 6
+VARIANTS = 8
 KINK_DISTANCE = 1e-5  # least distance from a branch (`Sums.kink`) that a rounded case may have, in float32 and above
 CLIP_DISTANCE = 1e-3  # least relative distance of the norm from the clip threshold
 
@@ -188,7 +188,9 @@ def make_update(expectation: Expectation, course: Course, update: int) -> None:
     if step.applies is not None:
         given = steps[step.applies]
         if given.found is None:
-            words = f"update {update} applies window {step.applies}, whose weights are of an update that is not made yet"
+            words = (
+                f"update {update} applies window {step.applies}, whose weights are of an update that is not made yet"
+            )
             raise CaseError(f"case {case.name!r}: {words} (semantics.staleness)")
         course.step(course.semantics, given.gradients, given.coefficient, step.factor)
 
