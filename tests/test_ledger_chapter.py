@@ -171,7 +171,7 @@ def test_without_a_declared_algorithm_nothing_can_be_judged() -> None:
 
 def test_an_unknown_algorithm_is_refused_where_it_is_declared() -> None:
     with pytest.raises(ValueError, match="known are all-reduce"):
-        Strategy("mine", algorithm="ring")
+        Strategy("mine", algorithm="gossip")
 
 
 # ------------------------------------------------------------------------------------------ kept memory
