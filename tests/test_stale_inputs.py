@@ -16,6 +16,8 @@ from equivtests.cases.stale_grid import STALE_GRID
 from equivtests.cases.staleness import Staleness
 from equivtests.chapters.plan import problems_of
 from equivtests.errors import CaseError
+from equivtests.judge.check import Verdict
+from equivtests.judge.checks import vacuity
 from equivtests.judge.form import form_problems
 from equivtests.judge.versions import live, stream, versions
 from equivtests.judge.view import View
@@ -225,3 +227,20 @@ def test_a_version_that_an_empty_window_did_not_make_cannot_be_used() -> None:
         CaseError, match="update 2 applies window 2, whose weights are of an update that is not made yet"
     ):
         expect(empty, semantics)
+
+
+@pytest.mark.parametrize(("updates", "verdict"), [(1, Verdict.INCONCLUSIVE), (2, Verdict.PASS)])
+def test_a_run_that_is_too_short_to_tell_staleness_is_inconclusive(updates: int, verdict: Verdict) -> None:
+    """All schemes make the same first update."""
+    short, rule = CHAIN.replace(windows=CHAIN.windows[:updates]), stale(versions="stashing")
+    (check,) = vacuity(View(short, declares(rule), Record(3), expect(short, rule)))
+    assert check.verdict is verdict
+
+
+@pytest.mark.parametrize(("arrivals", "verdict"), [(0, Verdict.INCONCLUSIVE), (1, Verdict.PASS)])
+def test_arrivals_of_which_none_is_stale_or_out_of_order_are_inconclusive(arrivals: int, verdict: Verdict) -> None:
+    """arrivals: how many updates each gradient is behind, where it can be."""
+    order = tuple((window, max(0, window - arrivals)) for window in range(SERVED.updates))
+    rule = stale(versions="arrivals", arrivals=order)
+    (check,) = vacuity(View(SERVED, declares(rule), Record(4), expect(SERVED, rule)))
+    assert check.verdict is verdict

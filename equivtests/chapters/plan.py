@@ -166,7 +166,8 @@ def plan(
     exactly: every case on `nproc` ranks, no fewer.
     Raises AdapterError for an unknown strategy name, ModelError for a model that cannot serve as a reference.
     """
-    own, seeds = use_model(model) if model else None, tuple(seeds)
+    own = use_model(model) if model else None
+    seeds = tuple(seeds)
     lines = None if own is None else own_grid(model, own.model.length, own.model.learning_rate)
     wanted, found = set(strategies), Plan(too_large=too_large(tier, nproc, lines, exactly), model=model)
     grids = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from equivtests.models.parts import Terms
 
 
-class Staged(nn.Module):
+class Staged(nn.Module, ABC):
     """forward = end after all layers after begin. One stage of a pipeline calls some of these, in the same order.
 
     depth: layers of the whole model, wherever they are. stack: the attribute that holds the layers, and the prefix of their
@@ -22,17 +23,17 @@ class Staged(nn.Module):
         super().__init__()
         self.depth = depth
 
+    @abstractmethod
     def begin(self, inputs: Tensor, ids: Tensor) -> Tensor:
         """What enters layer 0, from the inputs of a micro-batch and its sample ids, int64 (N,)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def layer(self, i: int, x: Tensor, inputs: Tensor) -> Tensor:
         """What follows layer `i` on its input; the inputs of the whole model tell documents and positions."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, x: Tensor, targets: Tensor, valid: Tensor, conditional: bool) -> Terms:
         """Loss terms from what the last layer gave."""
-        raise NotImplementedError
 
     def through(self, inputs: Tensor, ids: Tensor) -> Tensor:
         """What the last layer gives."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equivtests.adapters.context import Ranks
 from equivtests.adapters.textbook.stale_pipeline import (
     PredictedWeights,
     TwoBuffered,
@@ -18,7 +19,7 @@ from equivtests.adapters.textbook.stale_pipeline import (
     WeightStashing,
     overwrite,
 )
-from equivtests.cases.case import DOUBLE, Optimizer
+from equivtests.cases.case import DOUBLE, Case, Optimizer
 from equivtests.cases.stale_grid import FAST, GROUPS, MLP, ONE_EACH, SWINGING
 from equivtests.mutants.mutant import mutant
 from equivtests.mutants.split_situations import split_situation
@@ -34,7 +35,23 @@ STREAMED_MOMENTUM = split_situation(
 )
 STREAMED_GROUPS = split_situation("streamed-groups", "pp3", SIX_LAYERS, GROUPS, SCHEDULED, precision=DOUBLE, **STREAM)
 
-# ---------------------------------------------------------------------------------------------- versions of passes
+# ---------------------------------------------------------------------------------------------- order, versions of passes
+
+
+@mutant(
+    "stale-fills-deeper",
+    strategy="pipedream",
+    case=STREAMED,
+    quantity="schedule",
+    source="constructed: a warm-up counted from the number of stages, not from those behind this one",
+    mistake="the first stage begins one micro-batch more before its first backward pass than 1F1B does",
+)
+class FillsDeeper(WeightStashing):
+    """One more activation and one more version are kept, and weights are staler than they have to be."""
+
+    def setup(self, case: Case, ranks: Ranks) -> None:
+        super().setup(case, ranks)
+        self.warmup += self.stage == 0
 
 
 @mutant(

@@ -117,9 +117,7 @@ def used(case: Case, staleness: Staleness, window: int) -> tuple[Used, ...]:
         return (both(next(version for w, version in staleness.arrivals if w == window)),)
     drained = max((made_before(case, d) for d in staleness.drains if d <= window), default=0)
     rule = RULES[staleness.versions]
-    made = made_before(
-        case, window - staleness.delay
-    )  # when the window enters: its weights are not made while it is passed
+    made = made_before(case, window - staleness.delay)  # what a delay holds back is not made when the window is passed
     return tuple(rule(made, s, stages, drained) for s in range(stages))
 
 
@@ -144,10 +142,9 @@ def applies(case: Case, staleness: Staleness, update: int, made: int) -> tuple[i
 def indistinguishable(case: Case, semantics: Semantics) -> list[Scheme]:
     """Schemes that prescribe what this case's does, so that the case cannot tell them from it."""
     staleness = semantics.staleness
-    if staleness.versions == "arrivals":
-        return []
     own = without_momentum(case, table_of(case, staleness))
-    others = (replace(staleness, versions=name, table=()) for name in RULES if name != staleness.versions)
+    names = (name for name in RULES if name != staleness.versions)
+    others = (replace(staleness, versions=name, table=(), arrivals=()) for name in names)
     tables = ((other.versions, without_momentum(case, table_of(case, other))) for other in others)
     return [name for name, table in tables if first_difference(own, table) is None]
 

@@ -7,6 +7,7 @@ The masters are copies even where the device is the CPU.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +23,12 @@ from equivtests.adapters.torch_adapter import Shown, TorchAdapter
 from equivtests.record.observation import Place
 
 
-class HostOptimizer(TorchAdapter):
+class HostOptimizer(TorchAdapter, ABC):
     """Every parameter that is trained on the device has a master on the host, which the optimizer steps in its place."""
 
+    @abstractmethod
     def device_parameters(self) -> Iterator[Shown]:
         """(canonical name, parameter, place) of what this rank's optimizer updates."""
-        raise NotImplementedError
 
     def wrap(self, module: nn.Module) -> nn.Module:
         wrapped = super().wrap(module)

@@ -9,6 +9,7 @@ multi-GPU platform (SpecTrain), section 3.3. All run 1F1B order over the whole r
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -430,7 +431,7 @@ class WeightStashing(PipelineParallel):
         self.recomputing = False
 
 
-class OneVersion(WeightStashing):
+class OneVersion(WeightStashing, ABC):
     """All stages use the same version for a window: then an update may also be made of the gradients of several stages.
 
     Stages that clip by the norm of all of them, or share a parameter, wait for each other in every update. They do so as
@@ -438,9 +439,9 @@ class OneVersion(WeightStashing):
     for until it gets there has been sent by then.
     """
 
+    @abstractmethod
     def due(self, window: int) -> int:
         """The version that the window has to use, numbered among those that make an update."""
-        raise NotImplementedError
 
     def needed(self) -> set[int]:
         return super().needed() | {self.due(window) for window in self.to_come()}
